@@ -1,0 +1,77 @@
+"""The one byte formula, and how layers are grouped (leaf: any room may import it).
+
+A KV group is a set of layers that share a shape and a window, and so one block table. Layers are split into groups of equal
+bytes per block, so that one pool of block ids serves all groups. This module knows sizes only: no ids, no arrays.
+Source of the formula: keys and values of one token take 2 x layers x kv_heads x head_dim x bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+BYTES_PER_ELEMENT = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers (model indices, ascending) with one window (in tokens; None: full attention)."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """What the KV cache of one model in one format looks like."""
+
+    num_kv_heads: int
+    head_dim: int
+    kv_format: str
+    block_size: int
+    groups: tuple[KVGroup, ...]
+
+    @property
+    def layers_per_group(self) -> int:
+        return len(self.groups[0].layers)
+
+    @property
+    def bytes_per_token_layer(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * BYTES_PER_ELEMENT[self.kv_format]
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of the arena: `block_size` tokens of one group's layers."""
+        return self.block_size * self.layers_per_group * self.bytes_per_token_layer
+
+    @property
+    def bytes_per_token(self) -> int:
+        """One token in all layers (of a model whose windows are not yet full)."""
+        return sum(len(group.layers) for group in self.groups) * self.bytes_per_token_layer
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of one group that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def request_blocks(self, num_tokens: int) -> int:
+        """The most blocks, over all groups, that a request of `num_tokens` in all ever holds at once when it is computed in
+        chunks no larger than its window allows; windowed groups are counted whole here and shrink as the request advances."""
+        return len(self.groups) * self.blocks_for(num_tokens)
+
+
+def group_layers(windows: tuple[int | None, ...]) -> tuple[KVGroup, ...]:
+    """Split layers, given each layer's window, into groups with equally many layers (so equal bytes per block).
+
+    Full-attention groups come first, then windows ascending; within one window, layers stay in model order.
+    """
+    by_window: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        by_window.setdefault(window, []).append(layer)
+    size = math.gcd(*(len(layers) for layers in by_window.values()))
+    order = sorted(by_window, key=lambda window: (window is not None, window or 0))
+    return tuple(
+        KVGroup(tuple(by_window[window][start : start + size]), window)
+        for window in order
+        for start in range(0, len(by_window[window]), size)
+    )

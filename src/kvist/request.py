@@ -1,0 +1,239 @@
+"""What a user asks for and what comes back: `SamplingParams`, `Request`, `RequestStatus` and the output records.
+
+This module knows nothing of blocks, text or arrays. Invariants:
+
+* `SamplingParams` is frozen and valid once constructed (NaN included: every range is checked as "inside", never as "not outside").
+* `0 <= num_computed_tokens <= num_tokens`; `num_tokens == len(prompt_token_ids) + len(output_token_ids)`.
+* The sources of a prompt's tokens are counted once: at the first admission (`num_cached_tokens`), never again after a preemption.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from kvist.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+
+
+def _inside(value: float, low: float, high: float, name: str, *, open_low: bool = False) -> None:
+    """Refuse anything but a finite number in [low, high] (or (low, high])."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not (ok and (value > low if open_low else value >= low) and value <= high):
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}], not {value!r}.", param=name)
+
+
+def _whole(value: int, low: int, high: int, name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be a whole number in [{low}, {high}], not {value!r}.", param=name)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the next tokens. The names are those of vLLM and OpenAI.
+
+    `max_tokens=None` runs to the end of the context. `logprobs=k` reports each chosen token's log probability and the `k` most
+    likely ones (of the model's own distribution, before temperature and penalties). `prompt_logprobs=k` does the same for the
+    prompt; such a request computes its whole prompt and takes no prefix hit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _whole(self.n, 1, MAX_N, "n")
+        _inside(self.temperature, 0.0, 100.0, "temperature")
+        _inside(self.top_p, 0.0, 1.0, "top_p", open_low=True)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        _whole(self.top_k, 0, 2**31 - 1, "top_k")
+        _inside(self.min_p, 0.0, 1.0, "min_p")
+        _inside(self.presence_penalty, -2.0, 2.0, "presence_penalty")
+        _inside(self.frequency_penalty, -2.0, 2.0, "frequency_penalty")
+        _inside(self.repetition_penalty, 0.0, 100.0, "repetition_penalty", open_low=True)
+        if self.max_tokens is not None:
+            _whole(self.max_tokens, 0, 2**31 - 1, "max_tokens")
+        _whole(self.min_tokens, 0, 2**31 - 1, "min_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(getattr(self, name), 0, MAX_LOGPROBS, name)
+        if self.seed is not None:
+            _whole(self.seed, -(2**63), 2**64 - 1, "seed")
+        for token_id in self.stop_token_ids:
+            _whole(token_id, 0, 2**31 - 1, "stop_token_ids")
+        for token_id, bias in self.logit_bias.items():
+            _whole(token_id, 0, 2**31 - 1, "logit_bias")
+            _inside(bias, -100.0, 100.0, "logit_bias")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}.", param="stop")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequestError("stop takes non-empty strings only.", param="stop")
+
+    @property
+    def greedy(self) -> bool:
+        """Temperatures under 1e-5 divide logits beyond what f32 holds, and mean "the most likely token" anyway."""
+        return self.temperature < 1e-5
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass
+class Request:
+    """One sequence to generate (choice `choice` of a user's request), as the scheduler and the KV manager see it.
+
+    The owner is the engine thread; only the scheduler changes `status`, `num_computed_tokens` and `output_token_ids`.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_tokens: int
+    """The budget of new tokens, resolved: never None, prompt + max_tokens never beyond the effective context."""
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    """The resolved seed: the request's own, or one drawn for it at arrival."""
+    choice: int = 0
+    arrival_time: float = 0.0
+    cache_salt: str = ""
+    priority: int = 0
+
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    first_scheduled_time: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """The goal that `num_computed_tokens` catches up with."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.sampling_params.prompt_logprobs is not None
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together."""
+        n = len(self.prompt_token_ids)
+        if stop <= n:
+            return self.prompt_token_ids[start:stop]
+        if start >= n:
+            return self.output_token_ids[start - n : stop - n]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's log probability, and the most likely alternatives as (token id, log probability), likeliest first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """Where each prompt token came from (they add up), and what the request went through. Times in seconds."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int = 0
+    queue_time: float = 0.0
+    time_to_first_token: float = 0.0
+    prefix_lookup_skipped: bool = False
+    """True when the request asked for prompt logprobs, which need every prompt token computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What one engine step added to one choice of one request. `finish_reason` is set exactly once, in the last delta."""
+
+    request_id: str
+    """The user's request id (shared by its `n` choices)."""
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """In the first delta only: one entry per prompt token, the first None."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    usage: RequestUsage | None = None
+    """In the last delta."""
+    error: str | None = None
+    """With finish_reason "error": what went wrong, for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One finished choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request, as `LLM.generate` returns it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    usage: RequestUsage | None = None
+    finished: bool = True

@@ -1,0 +1,51 @@
+"""What the scheduler decides for one step: plain, frozen data, read by `engine/batch`.
+
+The block tables are the manager's own growing arrays, lent until the step is updated; nobody but the manager writes to them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """Rows of one request in a step: tokens [start, start + len(token_ids))."""
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    """Position of the first row: the request's `num_computed_tokens` before the step."""
+    block_tables: tuple[array[int], ...]
+    """Per KV group, logical block -> physical block id (typecode "i"). Entries that a windowed group has let go hold 0 and are
+    never read: the kernels start at the window."""
+    samples: bool
+    """The last row reaches `num_tokens`: a token is drawn from its logits."""
+    prompt_logprobs_from: int | None = None
+    """Not None: the logits of every prompt row from here on are wanted as well (absolute position of the first such row)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionRecord:
+    """A request that lost its blocks in this step, for whom, and how many computed tokens it must compute again."""
+
+    request_id: str
+    cause_request_id: str
+    num_tokens_lost: int
+    num_blocks_freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. `scheduled` lists decode rows first, then prompt chunks; `num_batched_tokens` is the sum of their rows."""
+
+    step: int
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[PreemptionRecord, ...] = ()
+    num_batched_tokens: int = 0
+    num_waiting: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not self.scheduled
