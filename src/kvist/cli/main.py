@@ -1,0 +1,127 @@
+"""The console script: finds the command, runs it, and turns errors into one sentence and an exit status.
+
+A command's module is imported only when that command is asked for, so that `kvist --help` imports no arrays, no server and no
+engine. Exit status: 0, 1 (failed), 2 (bad usage), 130 (interrupted). This module knows the commands' names, modules and one-line
+summaries; what they do and which flags they take stays with them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from kvist import __version__
+from kvist.errors import KvistError, UsageError
+
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command lives: `attribute` of `module` is a function, or a Typer application with commands of its own."""
+
+    name: str
+    module: str
+    attribute: str
+    summary: str
+
+
+COMMANDS = (
+    Command("pull", "kvist.cli.pull", "pull", "Fetch a model and keep it in the cache folder."),
+    Command("models", "kvist.cli.pull", "models", "List the models that kvist knows by name, and which are here."),
+    Command("chat", "kvist.cli.chat", "chat", "Talk to a model in the terminal."),
+    Command("generate", "kvist.cli.generate", "generate", "Answer many prompts, JSON lines out."),
+    Command("serve", "kvist.cli.serve", "serve", "Serve a model over an OpenAI-compatible HTTP API."),
+    Command("bench", "kvist.cli.bench", "app", "Measure latency and throughput on this machine."),
+    Command("doctor", "kvist.cli.doctor", "doctor", "Tell what this machine offers and what is missing."),
+)
+
+
+def report(error: KvistError | OSError) -> int:
+    """Print the one sentence and return the exit status."""
+    message = str(error)
+    if isinstance(error, OSError) and error.filename:
+        message = f"{error.filename}: {error.strerror}."
+    print(f"kvist: {message}", file=sys.stderr)
+    return 2 if isinstance(error, UsageError) else 1
+
+
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A command whose known errors end in a sentence instead of a traceback. Unknown ones are bugs and keep theirs."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BrokenPipeError:
+            # The reader has seen enough (`kvist generate | head`). Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except (KvistError, OSError) as error:
+            raise typer.Exit(report(error)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+    return run
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvist {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """An exact LLM inference and serving engine built around the KV cache."""
+
+
+def _not_loaded() -> None:
+    raise AssertionError("only the command that was asked for runs")
+
+
+def build_app(wanted: str | None) -> typer.Typer:
+    """The application with every command named and only `wanted` (None: none) loaded."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich" if sys.stdout.isatty() else None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for command in COMMANDS:
+        if command.name != wanted:
+            app.command(command.name, help=command.summary)(_not_loaded)
+            continue
+        loaded = getattr(import_module(command.module), command.attribute)
+        if isinstance(loaded, typer.Typer):
+            for registered in loaded.registered_commands:
+                if registered.callback is not None:
+                    registered.callback = guarded(registered.callback)
+            app.add_typer(loaded, name=command.name, help=command.summary, no_args_is_help=True)
+        else:
+            app.command(command.name)(guarded(loaded))
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `kvist ARGUMENTS` (default: the process's own) and leave through SystemExit."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        build_app(wanted)(args=arguments, prog_name="kvist")
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

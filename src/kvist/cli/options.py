@@ -1,0 +1,209 @@
+"""The flags that several commands share, and how a command takes them all as one object.
+
+`EngineOptions` and `SamplingParams` are the words; this module gives each field its flag, help text and panel, and adds the
+whole set to a command by one decorator, so that every command spells the same option the same way. It knows no engine, no model
+and no values' domains: those are checked by the objects themselves, with the same sentence on the command line as in Python.
+Invariants: a bundle has exactly one flag for each field that it covers; defaults are the object's unless a command names its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvist.config import ISAS, KV_FORMATS, QUANTIZATIONS, EngineOptions, require_one_of
+from kvist.errors import UsageError
+from kvist.request import SamplingParams
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Flags (name -> annotation, default) that together make one object."""
+
+    flags: Mapping[str, tuple[Any, Any]]
+    build: Callable[[Mapping[str, Any]], Any]
+
+
+def takes(**bundles: Bundle) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command that takes each named bundle's object as a keyword; its flags follow the command's own."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            built = {name: bundle.build({flag: values.pop(flag) for flag in bundle.flags}) for name, bundle in bundles.items()}
+            command(**values, **built)
+
+        hints = typing.get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name not in bundles
+        ]
+        shared = [
+            inspect.Parameter(flag, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for bundle in bundles.values()
+            for flag, (annotation, default) in bundle.flags.items()
+        ]
+        parameters = [*own, *shared]
+        del run.__wrapped__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _one_of(values: tuple[str, ...]) -> str:
+    return "|".join(values)
+
+
+_ENGINE: dict[str, Any] = {
+    "model": Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            rich_help_panel="Model",
+            help="A name that `kvist models` lists, a GGUF file, a Hugging Face folder or a hub name; pulled on first use.",
+        ),
+    ],
+    "dtype": Annotated[
+        str,
+        typer.Option(
+            metavar="auto|f32|f16|bf16", rich_help_panel="Model", help="Format of unquantized matrices; auto: the file's."
+        ),
+    ],
+    "quantization": Annotated[
+        str | None,
+        typer.Option(
+            metavar=_one_of(QUANTIZATIONS), rich_help_panel="Model", help="Re-encode the weights; without it the file's own format."
+        ),
+    ],
+    "kv_cache_dtype": Annotated[
+        str, typer.Option(metavar=_one_of(KV_FORMATS), rich_help_panel="Memory", help="Format of keys and values in the cache.")
+    ],
+    "max_model_len": Annotated[
+        int | None,
+        typer.Option(rich_help_panel="Memory", help="Longest prompt and answer together, in tokens; without it the model's own."),
+    ],
+    "block_size": Annotated[int, typer.Option(rich_help_panel="Memory", help="Tokens of one KV block.")],
+    "num_kv_blocks": Annotated[
+        int | None, typer.Option(rich_help_panel="Memory", help="Size of the KV pool in blocks; wins over --kv-cache-memory.")
+    ],
+    "kv_cache_memory": Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel="Memory",
+            help="Size of the KV pool: bytes (2GiB, 2147483648) or a share of free memory (40%).",
+        ),
+    ],
+    "max_num_seqs": Annotated[int, typer.Option(rich_help_panel="Scheduling", help="Most requests that run at once.")],
+    "max_num_batched_tokens": Annotated[int, typer.Option(rich_help_panel="Scheduling", help="Most tokens computed in one step.")],
+    "enable_prefix_caching": Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            rich_help_panel="Memory",
+            help="Keep computed prefixes and share them between requests.",
+        ),
+    ],
+    "kv_allocator": Annotated[str, typer.Option(metavar="paged", rich_help_panel="Memory", help="How KV memory is handed out.")],
+    "num_threads": Annotated[
+        int | None,
+        typer.Option(rich_help_panel="Machine", help="Threads that compute; without it one for each core that kvist may use."),
+    ],
+    "isa": Annotated[
+        str,
+        typer.Option(
+            metavar=_one_of(ISAS),
+            rich_help_panel="Machine",
+            help="Which build of the kernels runs; `kvist doctor` tells which can.",
+        ),
+    ],
+    "seed": Annotated[
+        int | None,
+        typer.Option(rich_help_panel="Machine", help="Seed for requests that bring none of their own; without it drawn at start."),
+    ],
+    "use_cache": Annotated[
+        bool,
+        typer.Option(
+            "--use-cache/--no-use-cache",
+            rich_help_panel="Memory",
+            help="Off: recompute the whole sequence for each token, as a baseline to measure against.",
+        ),
+    ],
+    "watermark": Annotated[
+        float, typer.Option(rich_help_panel="Scheduling", help="Share of the pool kept free when new requests are admitted.")
+    ],
+}
+
+
+def _build_engine(values: Mapping[str, Any]) -> EngineOptions:
+    require_one_of(values["isa"], ISAS, "--isa")
+    require_one_of(values["kv_cache_dtype"], KV_FORMATS, "--kv-cache-dtype")
+    if values["quantization"] is not None:
+        require_one_of(values["quantization"], QUANTIZATIONS, "--quantization")
+    return EngineOptions(**values)
+
+
+def engine_options(**defaults: Any) -> Bundle:
+    """All of EngineOptions, with this command's own defaults for some fields."""
+    standard = {field.name: field.default for field in fields(EngineOptions)}
+    return Bundle({name: (_ENGINE[name], {**standard, **defaults}[name]) for name in standard}, _build_engine)
+
+
+_SAMPLING: dict[str, Any] = {
+    "max_tokens": Annotated[
+        int | None,
+        typer.Option(rich_help_panel="Sampling", help="Most new tokens of an answer; without it up to the end of the context."),
+    ],
+    "temperature": Annotated[
+        float, typer.Option(rich_help_panel="Sampling", help="0 takes the likeliest token; higher values spread the choice.")
+    ],
+    "top_p": Annotated[
+        float,
+        typer.Option(rich_help_panel="Sampling", help="Choose among the likeliest tokens that together reach this probability."),
+    ],
+    "top_k": Annotated[int, typer.Option(rich_help_panel="Sampling", help="Choose among this many likeliest tokens; 0: no limit.")],
+    "min_p": Annotated[
+        float,
+        typer.Option(rich_help_panel="Sampling", help="Leave out tokens below this share of the likeliest one's probability."),
+    ],
+    "repetition_penalty": Annotated[
+        float, typer.Option(rich_help_panel="Sampling", help="Above 1 makes tokens that were used already less likely.")
+    ],
+    "stop": Annotated[
+        list[str] | None, typer.Option(rich_help_panel="Sampling", help="End the answer at this text; may be given several times.")
+    ],
+}
+
+
+def _build_sampling(values: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(**{**values, "stop": tuple(values["stop"] or ())})
+
+
+def sampling_params(**defaults: Any) -> Bundle:
+    """The sampling flags, with this command's own defaults."""
+    standard = {field.name: field.default for field in fields(SamplingParams)} | {"stop": None}
+    return Bundle({name: (annotation, {**standard, **defaults}[name]) for name, annotation in _SAMPLING.items()}, _build_sampling)
+
+
+def read_text(path: Path) -> str:
+    """A file the user named, as text; a sentence when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from error
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror or error}.") from error
