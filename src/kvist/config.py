@@ -2,17 +2,21 @@
 
 `EngineOptions` is what a user can say; `EngineConfig` is what the engine runs with. `ModelConfig` is a model's own description,
 read from its files by `weights`. An unsupported combination fails in `resolve` with a sentence that names the options.
+What the process may use of the machine (CPUs, memory, container limits) is read here too.
 This module knows no arrays, no files' formats and no kernels.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from kvist.errors import ConfigError
+from kvist.kv.spec import KVSpec, group_layers
 
 KVFormat = Literal["bf16", "f16", "f32"]
 Isa = Literal["auto", "avx512", "avx2", "portable", "numpy"]
@@ -21,7 +25,14 @@ Quantization = Literal["w8a8", "w4a8"]
 KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "f16", "f32")
 ISAS: tuple[Isa, ...] = ("auto", "avx512", "avx2", "portable", "numpy")
 QUANTIZATIONS: tuple[Quantization, ...] = ("w8a8", "w4a8")
+DTYPES = {"auto": "auto", "f32": "f32", "f16": "f16", "bf16": "bf16", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 DEFAULT_MODEL = "smollm2:135m"
+BLOCK_MULTIPLE = 16
+"""Keys that the kernels keep side by side: block sizes are multiples of it."""
+HEAD_MULTIPLE = 16
+"""The native kernels read heads in pieces of this many elements."""
+DEFAULT_POOL_SHARE = 0.4
+"""Of the free memory: a pool is zero pages until used, but a machine that swaps is worse than a request that waits."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +117,238 @@ def cache_dir() -> Path:
         return Path(value)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvist"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine runs with: every option resolved, nothing left to decide. Sizes in tokens, blocks and bytes."""
+
+    model: ModelConfig
+    spec: KVSpec
+    served_model_name: str
+    dtype: str
+    quantization: Quantization | None
+    max_model_len: int
+    num_kv_blocks: int
+    pool_tokens: int
+    """The longest request that the pool can hold when it is alone."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    use_cache: bool
+    watermark: float
+    isa: str
+    profile: str
+    num_threads: int
+    seed: int | None
+
+    @property
+    def effective_max_len(self) -> int:
+        """The most tokens, prompt and output together, that a request can have."""
+        return min(self.max_model_len, self.pool_tokens)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_kv_blocks * self.spec.block_bytes
+
+
+def check_options(options: EngineOptions) -> None:
+    """Refuse what is wrong whatever the model and the machine, before anything is loaded. Raises ConfigError."""
+    require_one_of(options.isa, ISAS, "isa")
+    require_one_of(options.kv_cache_dtype, KV_FORMATS, "kv_cache_dtype")
+    require_one_of(options.dtype, tuple(DTYPES), "dtype")
+    require_one_of(options.kv_allocator, ("paged",), "kv_allocator")
+    if options.quantization is not None:
+        require_one_of(options.quantization, QUANTIZATIONS, "quantization")
+        if options.dtype != "auto":
+            raise ConfigError(
+                f"quantization={options.quantization} and dtype={options.dtype} both choose the weights' format; give one of them."
+            )
+    for name in ("max_model_len", "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "num_threads", "block_size"):
+        value = getattr(options, name)
+        if value is None and name in ("max_model_len", "num_kv_blocks", "num_threads"):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+    if options.block_size % BLOCK_MULTIPLE:
+        raise ConfigError(
+            f"block_size must be a multiple of {BLOCK_MULTIPLE}, which the kernels read at once, not {options.block_size}."
+        )
+    if not (isinstance(options.watermark, (int, float)) and 0.0 <= options.watermark < 1.0):
+        raise ConfigError(f"watermark is the share of the pool kept free, in [0, 1), not {options.watermark!r}.")
+    if options.seed is not None and (not isinstance(options.seed, int) or isinstance(options.seed, bool)):
+        raise ConfigError(f"seed must be a whole number, not {options.seed!r}.")
+    if options.num_kv_blocks is not None and options.kv_cache_memory is not None:
+        raise ConfigError("num_kv_blocks and kv_cache_memory both size the pool; give one of them.")
+    if options.kv_cache_memory is not None:
+        parse_memory(options.kv_cache_memory, free=1 << 40)
+
+
+def resolve(
+    options: EngineOptions,
+    model: ModelConfig,
+    *,
+    isa: str,
+    profile: str,
+    num_threads: int,
+    free_memory: int | None = None,
+    served_model_name: str | None = None,
+) -> EngineConfig:
+    """Options, model and machine to one frozen configuration. `isa`, `profile` and `num_threads` are those of the kernels chosen;
+    `free_memory` (bytes) is measured when it is not given. Raises ConfigError."""
+    check_options(options)
+    if isa != "numpy" and model.head_dim % HEAD_MULTIPLE:
+        raise ConfigError(
+            f"isa={isa} reads heads in pieces of {HEAD_MULTIPLE}, and this model's head_dim is {model.head_dim}; use isa=numpy."
+        )
+    max_model_len = options.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is beyond the model's own context of {model.max_position_embeddings} tokens."
+        )
+    spec = KVSpec(model.num_kv_heads, model.head_dim, options.kv_cache_dtype, options.block_size, group_layers(model.windows))
+    num_blocks = _pool_blocks(options, spec, max_model_len, free_memory)
+    pool_tokens = num_blocks // len(spec.groups) * spec.block_size
+    if pool_tokens < 1:
+        raise ConfigError(
+            f"the pool of {num_blocks} blocks holds not one block of each of the model's {len(spec.groups)} KV groups."
+        )
+    return EngineConfig(
+        model=model,
+        spec=spec,
+        served_model_name=served_model_name or options.model,
+        dtype=DTYPES[options.dtype],
+        quantization=options.quantization,
+        max_model_len=max_model_len,
+        num_kv_blocks=num_blocks,
+        pool_tokens=pool_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        enable_prefix_caching=options.enable_prefix_caching and options.use_cache,
+        use_cache=options.use_cache,
+        watermark=options.watermark,
+        isa=isa,
+        profile=profile,
+        num_threads=num_threads,
+        seed=options.seed,
+    )
+
+
+def _pool_blocks(options: EngineOptions, spec: KVSpec, max_model_len: int, free_memory: int | None) -> int:
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks
+    free = available_memory() if free_memory is None else free_memory
+    wanted = options.max_num_seqs * spec.request_blocks(max_model_len)
+    if options.kv_cache_memory is not None:
+        size = parse_memory(options.kv_cache_memory, free=free)
+        blocks = size // spec.block_bytes
+    else:
+        size = int(free * DEFAULT_POOL_SHARE)
+        blocks = min(size // spec.block_bytes, wanted)
+    if blocks < len(spec.groups):
+        raise ConfigError(
+            f"a pool of {format_bytes(size)} holds not one block of {format_bytes(spec.block_bytes)} for each of "
+            f"{len(spec.groups)} KV groups; raise kv_cache_memory."
+        )
+    return blocks
+
+
+def describe_pool(config: EngineConfig) -> str:
+    """One or two sentences: what the pool holds, and the effective limit where the pool sets it."""
+    sequences = config.num_kv_blocks / config.spec.request_blocks(config.max_model_len)
+    text = (
+        f"KV pool: {config.num_kv_blocks:,} blocks of {config.spec.block_size} tokens ({config.spec.kv_format}), "
+        f"{config.pool_tokens:,} tokens, {format_bytes(config.pool_bytes)}; "
+        f"room for {math.floor(sequences * 10) / 10:g} sequences of {config.max_model_len:,} tokens."
+    )
+    if config.pool_tokens < config.max_model_len:
+        text += f" A request has room for {config.pool_tokens:,} tokens at most: the pool is smaller than max_model_len."
+    return text
+
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+def parse_memory(value: str | int | float, *, free: int) -> int:
+    """Bytes meant by `kv_cache_memory`: 2147483648, "2GiB", "2GB", or a share of `free`: "40%", "0.4". Raises ConfigError."""
+    text = str(value).strip().lower().replace("_", "")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[kmgt]?i?b?)", text)
+    if match and not isinstance(value, bool):
+        number, unit = match.groups()
+        share = float(number) / 100 if unit == "%" else float(number) if unit == "" and "." in number else None
+        if share is not None and 0 < share <= 1:
+            return int(free * share)
+        if share is None and unit in _UNITS and float(number) > 0:
+            return int(float(number) * _UNITS[unit])
+    raise ConfigError(
+        f'kv_cache_memory takes bytes ("2GiB", 2147483648) or a share of the free memory ("40%", "0.4"), not {value!r}.'
+    )
+
+
+def format_bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """The process's cgroup and its parents, nearest first, in version 2 or 1; each may set a limit."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        here = base / path.lstrip("/")
+        folders = [here, *here.parents]
+        folders = folders[: folders.index(base) + 1] if base in folders else [base]
+        if any(folder.is_dir() for folder in folders):
+            return folders
+    return []
+
+
+def available_cpus(root: Path = Path("/")) -> int:
+    """CPUs that this process may use: its affinity, and the quota of its container, rounded up to whole CPUs."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroup_folders(root, "cpu"):
+        if text := _read(folder / "cpu.max"):
+            quota, period = text.split()
+        else:
+            quota, period = (
+                (_read(folder / "cpu.cfs_quota_us") or "max").strip(),
+                (_read(folder / "cpu.cfs_period_us") or "1").strip(),
+            )
+        if quota not in ("max", "-1"):
+            cpus = min(cpus, max(1, math.ceil(int(quota) / int(period))))
+    return cpus
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: what the machine has available, and what its container's limits leave."""
+    meminfo = dict(line.split(":", 1) for line in (_read(root / "proc/meminfo") or "").splitlines() if ":" in line)
+    if "MemAvailable" in meminfo:
+        free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, used = (_read(folder / limit_name) or "max").strip(), _read(folder / used_name)
+            if limit == "max" or used is None:
+                continue
+            stat = dict(line.split(maxsplit=1) for line in (_read(folder / "memory.stat") or "").splitlines() if " " in line)
+            reclaimable = int(stat.get("inactive_file", "0"))
+            free = min(free, max(0, int(limit) - int(used) + reclaimable))
+    return free
