@@ -1,1 +1,21 @@
-"""Makes `helpers` importable from every test folder (pytest puts this file's folder on the path)."""
+"""Makes `helpers` importable from every test folder (pytest puts this file's folder on the path), and lends the machines.
+
+`ops` runs a test once for every instruction-set build that this machine can run, the NumPy twin included.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.machines import ISAS, make_ops
+from kvist.kernels.ops import Ops
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def ops(isa: str) -> Ops:
+    return make_ops(isa)

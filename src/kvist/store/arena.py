@@ -1,0 +1,56 @@
+"""The physical KV memory: one anonymous mapping of `num_blocks` blocks of opaque bytes. It decides nothing and knows no layout.
+
+Invariants: `blocks` is uint8 [num_blocks, block_bytes], starts on a memory page (so on a cache line), and takes physical memory
+only where it has been written; fresh blocks read as zeros. After `close` nobody may read or write it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.errors import ConfigError
+
+ALIGNMENT = 64
+
+
+class Arena:
+    """`blocks` [num_blocks, block_bytes]; ConfigError when the machine cannot map that much."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        assert num_blocks > 0
+        assert block_bytes > 0
+        size = num_blocks * block_bytes
+        # Private, not the default shared mapping: that one counts as a file in memory and is limited like one.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            self._memory = mmap.mmap(-1, size, flags=flags)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"The KV cache needs {size:,} bytes ({num_blocks} blocks of {block_bytes:,}) that this machine cannot map; "
+                "lower num_kv_blocks or kv_cache_memory."
+            ) from error
+        self.blocks: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8).reshape(num_blocks, block_bytes)
+        assert self.blocks.ctypes.data % ALIGNMENT == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Mapped bytes; the resident ones follow use."""
+        return self.blocks.nbytes
+
+    def close(self) -> None:
+        """Give the memory back; twice is harmless. While views of `blocks` are alive elsewhere, it goes with the last of them."""
+        self.blocks = np.empty((0, 0), np.uint8)
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
