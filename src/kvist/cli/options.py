@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvist.config import ISAS, KV_FORMATS, QUANTIZATIONS, EngineOptions, require_one_of
+from kvist.config import ISAS, KV_FORMATS, QUANTIZATIONS, EngineOptions, check_options
 from kvist.errors import UsageError
 from kvist.request import SamplingParams
 
@@ -98,7 +98,7 @@ _ENGINE: dict[str, Any] = {
     ],
     "block_size": Annotated[int, typer.Option(rich_help_panel="Memory", help="Tokens of one KV block.")],
     "num_kv_blocks": Annotated[
-        int | None, typer.Option(rich_help_panel="Memory", help="Size of the KV pool in blocks; wins over --kv-cache-memory.")
+        int | None, typer.Option(rich_help_panel="Memory", help="Size of the KV pool in blocks, instead of --kv-cache-memory.")
     ],
     "kv_cache_memory": Annotated[
         str | None,
@@ -150,11 +150,9 @@ _ENGINE: dict[str, Any] = {
 
 
 def _build_engine(values: Mapping[str, Any]) -> EngineOptions:
-    require_one_of(values["isa"], ISAS, "--isa")
-    require_one_of(values["kv_cache_dtype"], KV_FORMATS, "--kv-cache-dtype")
-    if values["quantization"] is not None:
-        require_one_of(values["quantization"], QUANTIZATIONS, "--quantization")
-    return EngineOptions(**values)
+    options = EngineOptions(**values)
+    check_options(options)
+    return options
 
 
 def engine_options(**defaults: Any) -> Bundle:

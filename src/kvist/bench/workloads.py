@@ -1,0 +1,49 @@
+"""The common works: shapes of requests, and prompts of random token ids drawn from one seed.
+
+A work is a number of equal requests; it knows no engine and no clock. Prompts are drawn anew for each round, so that nothing could
+be found again even if a cache were on; the same seed gives the same prompts.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+SEED = 0
+FIRST_TOKEN, LAST_TOKEN = 1000, 40000
+"""Ids are drawn from this range, clipped to the vocabulary: past the special tokens, the same for every engine compared."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """`num_requests` requests of `prompt_tokens` in and `new_tokens` out. What counts is the prompt ("prefill"), the tokens after
+    the first ("decode"; the time of a run with one new token is taken off) or all new tokens over the whole time ("output")."""
+
+    name: str
+    counts: Literal["prefill", "decode", "output"]
+    num_requests: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The longest that one of its requests gets; decode works run one token more than they count."""
+        return self.prompt_tokens + self.new_tokens + (self.counts == "decode")
+
+
+WORKS = (
+    Work("prefill_512", "prefill", 1, 512, 1),
+    Work("prefill_4096", "prefill", 1, 4096, 1),
+    Work("decode_1", "decode", 1, 64, 128),
+    Work("decode_1_deep", "decode", 1, 4096, 64),
+    Work("out_8", "output", 8, 128, 128),
+    Work("out_32", "output", 32, 128, 128),
+)
+
+
+def draw_prompts(rng: random.Random, count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """`count` prompts of `length` random token ids."""
+    last = min(LAST_TOKEN, vocab_size)
+    first = min(FIRST_TOKEN, last // 2)
+    return [[rng.randrange(first, last) for _ in range(length)] for _ in range(count)]

@@ -1,0 +1,144 @@
+"""`kvist bench latency|throughput`: the common works on this machine, in this process, with their spread.
+
+It turns flags into an engine and measurements into a table or JSON; the works and the timing are the bench room's. Greedy, end
+tokens ignored, prefix caching off unless it is asked for. The machine stands beside the figures, without which they mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from kvist.bench.workloads import WORKS, Work
+from kvist.cli.options import JsonFlag, engine_options, takes
+from kvist.cli.terminal import print_json, progress
+from kvist.config import EngineOptions, format_bytes
+from kvist.errors import UsageError
+
+app = typer.Typer()
+
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
+Works = Annotated[str, typer.Option(help="Works to run, separated by commas.")]
+LATENCY_WORKS = "prefill_512,prefill_4096,decode_1,decode_1_deep"
+ALL_WORKS = ",".join(work.name for work in WORKS)
+
+
+def choose_works(names: str) -> list[Work]:
+    """Works by name, in the order given. Raises UsageError."""
+    known = {work.name: work for work in WORKS}
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"{name!r} is no work; choose among {', '.join(known)}.")
+    if not chosen:
+        raise UsageError(f"No works given; choose among {', '.join(known)}.")
+    return [known[name] for name in chosen]
+
+
+def print_table(report: dict[str, Any]) -> None:
+    """The same facts as the JSON report, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    cpu, engine = report["machine"]["cpu"], report["engine"]
+    console.print(f"{cpu['name']}, {cpu['usable_cores']} of {cpu['cores']} cores; {' '.join(cpu['flags'])}", highlight=False)
+    if engine:
+        console.print(
+            f"{engine['model']}: isa {engine['isa']}, {engine['num_threads']} threads, KV {engine['kv_cache_dtype']}",
+            highlight=False,
+        )
+    table = Table("work", "median", "min", "max", "unit")
+    for row in report["measurements"]:
+        table.add_row(row["name"], *(f"{row[key]:,.1f}" for key in ("median", "min", "max")), row["unit"])
+    console.print(table)
+    for name in report["skipped"]:
+        console.print(f"skipped: {name}", highlight=False)
+    if report["memory"]:
+        memory = report["memory"]
+        console.print(f"resident memory {format_bytes(memory['resident_bytes'])}, at its peak {format_bytes(memory['peak_bytes'])}")
+    if report["scheduler_share"] is not None:
+        console.print(f"scheduler: {report['scheduler_share']:.1%} of the time of a step")
+
+
+def run_works(options: EngineOptions, works: Sequence[Work], rounds: int, command: str) -> dict[str, Any]:
+    """Load once, run every work that fits the context, and report with machine and engine."""
+    from kvist import LLM
+    from kvist.bench import latency, machine, measure, throughput
+
+    llm = LLM(**asdict(options))
+    config = llm.engine.config
+    generate = measure.generator(llm)
+    measure.warm_up(generate, config.model.vocab_size)
+    run = throughput.measure_throughput if command == "throughput" else latency.measure_latency
+    fitting = [work for work in works if work.num_tokens <= config.effective_max_len]
+    measurements = []
+    with progress("Measuring", len(fitting)) as update:
+        for done, work in enumerate(fitting):
+            update(done)
+            measurements += run(generate, [work], rounds, config.model.vocab_size)
+    snapshot = llm.engine.snapshot()
+    return {
+        "command": command,
+        "machine": machine.machine_facts(),
+        "engine": {
+            "model": config.served_model_name,
+            "isa": config.isa,
+            "profile": config.profile,
+            "num_threads": config.num_threads,
+            "quantization": config.quantization,
+            "kv_cache_dtype": config.spec.kv_format,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "use_cache": config.use_cache,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+        },
+        "measurements": [measurement.as_dict() for measurement in measurements],
+        "skipped": [
+            f"{work.name} needs {work.num_tokens} tokens, the context holds {config.effective_max_len}"
+            for work in works
+            if work not in fitting
+        ],
+        "memory": {"resident_bytes": machine.resident_bytes(), "peak_bytes": machine.peak_resident_bytes()},
+        "scheduler_share": snapshot.scheduler_seconds / snapshot.step_seconds if snapshot.step_seconds else None,
+    }
+
+
+def _print(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+    else:
+        print_table(report)
+
+
+@app.command("latency")
+@takes(engine=engine_options(enable_prefix_caching=False))
+def latency_command(
+    engine: EngineOptions,
+    works: Works = LATENCY_WORKS,
+    rounds: Rounds = 5,
+    startup: Annotated[
+        bool, typer.Option("--startup", help="Instead of the works, time fresh processes from their start to the first token.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Time to the first token and time per token after it."""
+    chosen = choose_works(works)
+    if not startup:
+        return _print(run_works(engine, chosen, rounds, "latency"), as_json)
+    from kvist.bench import machine
+    from kvist.bench.latency import measure_startup
+
+    measurements = [measurement.as_dict() for measurement in measure_startup(engine, rounds)]
+    facts = machine.machine_facts()
+    report = {"command": "latency --startup", "machine": facts, "engine": None, "measurements": measurements}
+    return _print({**report, "skipped": [], "memory": None, "scheduler_share": None}, as_json)
+
+
+@app.command("throughput")
+@takes(engine=engine_options(enable_prefix_caching=False))
+def throughput_command(engine: EngineOptions, works: Works = ALL_WORKS, rounds: Rounds = 3, as_json: JsonFlag = False) -> None:
+    """Tokens a second: prompts, single requests and batches."""
+    _print(run_works(engine, choose_works(works), rounds, "throughput"), as_json)
