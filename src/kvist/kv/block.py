@@ -1,0 +1,55 @@
+"""What one block is called, and which blocks a row reads: block hashes and window arithmetic.
+
+A `BlockHash` is SHA-256 over (parent hash, token ids); the parent of a first block is a root that covers everything else that
+changes keys and values: the key (model fingerprint, numeric profile), the KV format, the block size and the request's salt. So two
+blocks have one name only if their bytes are equal (law L1). This module knows neither pools nor requests.
+Invariants: a hash depends on all tokens from the beginning of the sequence on; only whole blocks have one; the encoding is the same
+on every machine (little-endian), so that stored blocks can be found again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+
+
+def make_key(*parts: str | bytes) -> bytes:
+    """Join parts into one key, each with its length before it, so that ("ab", "c") and ("a", "bc") differ."""
+    encoded = [part.encode() if isinstance(part, str) else part for part in parts]
+    return b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
+
+
+def root_hash(key: bytes, kv_format: str, block_size: int, salt: str) -> BlockHash:
+    """The parent of a sequence's first block."""
+    return BlockHash(sha256(make_key("kvist block root", key, kv_format, str(block_size), salt)).digest())
+
+
+def extend_hashes(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int) -> None:
+    """Append the hashes of the blocks that follow `hashes`; `token_ids` are whole blocks that begin where the last one ended."""
+    assert len(token_ids) % block_size == 0, "only whole blocks have a hash"
+    data = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    parent = hashes[-1] if hashes else root
+    step = 4 * block_size
+    for offset in range(0, len(data), step):
+        parent = BlockHash(sha256(parent + data[offset : offset + step]).digest())
+        hashes.append(parent)
+
+
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """The first logical block that a row at `position` reads: a windowed row sees keys position - window + 1 .. position."""
+    if window is None or position < window:
+        return 0
+    return (position - window + 1) // block_size
+
+
+def peak_blocks(num_tokens: int, window: int | None, block_size: int) -> int:
+    """The most blocks of one group that a sequence holds at once while it grows to `num_tokens` row by row.
+
+    A row that opens a block holds the most; from block to block that number never falls, so the last opened block decides.
+    """
+    last = (num_tokens - 1) // block_size
+    return last + 1 - first_block(last * block_size, window, block_size)

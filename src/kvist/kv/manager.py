@@ -1,0 +1,290 @@
+"""The facade over KV memory: what a request may reuse, whether it can grow, and what is kept when it goes.
+
+A request's way: `add`, then (`match`, `attach`, `allocate`) at admission, `allocate` before each later step, `commit` and `trim`
+after it; `release` when it is preempted, `free` when it ends. The manager decides on integers only: it knows no arrays of keys and
+values, no step, no budget, no clock. Queries (`match`, `fit`, `blocks_to_admit`, `blocks_lacking`, `stats`) change nothing but the
+memo of hashes. Invariants, besides those of pool and index:
+
+* all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
+* a block's reference count is the number of tables that name it;
+* a block enters the index in `commit`, after its keys and values were computed: a hit never reads what is still being written;
+* full blocks are never written again: a request writes only at `num_computed_tokens` and after, behind all full ones.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvist.errors import ConfigError
+from kvist.kv.allocators import Allocator, PagedAllocator
+from kvist.kv.block import BlockHash, extend_hashes, first_block, peak_blocks, root_hash
+from kvist.kv.pool import BlockPool
+from kvist.kv.prefix import PrefixIndex, PrefixMatch
+from kvist.kv.spec import KVSpec
+from kvist.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class KVStats:
+    """The pool at one moment. Live, cached and empty blocks add up to `num_blocks`."""
+
+    num_blocks: int
+    num_live_blocks: int
+    """Held by at least one request."""
+    num_cached_blocks: int
+    """Free, and still to be found by the prefix index until they are reused."""
+    num_empty_blocks: int
+    num_evictions: int
+    """Cached blocks that were reused, since the start."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.num_cached_blocks + self.num_empty_blocks
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that requests hold, 0 to 1."""
+        return self.num_live_blocks / self.num_blocks
+
+
+@dataclass(slots=True)
+class _Record:
+    root: BlockHash
+    hashes: list[BlockHash]
+    tables: tuple[array[int], ...]
+    let_go: list[int]
+    """Per group, how many leading entries hold no block (any more)."""
+    num_committed: int = 0
+    """Leading blocks that have been offered to the index, or came from it."""
+
+
+class KVManager:
+    """`key` names everything but tokens, salt, format and block size that changes KV bytes: the model and the numeric profile
+    (see `block.make_key`). `watermark` is the share of the pool that admission leaves free."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool = True,
+        key: bytes = b"",
+        watermark: float = 0.01,
+    ) -> None:
+        self._num_groups = len(spec.groups)
+        if num_blocks < self._num_groups:
+            raise ConfigError(
+                f"num_kv_blocks={num_blocks} is less than the {self._num_groups} blocks that one token of this model takes (one "
+                "per KV group): raise num_kv_blocks or kv_cache_memory."
+            )
+        assert 0.0 <= watermark < 1.0, "the watermark is a share of the pool"
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.watermark_blocks = int(watermark * num_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self._key = key
+        self._block_size = spec.block_size
+        self._windows = tuple(group.window for group in spec.groups)
+        self._has_windows = any(window is not None for window in self._windows)
+        self._index = PrefixIndex(num_blocks, self._windows, spec.block_size)
+        self._pool = BlockPool(num_blocks, self._index.remove)
+        self._allocator: Allocator = PagedAllocator(self._pool)
+        self._records: dict[str, _Record] = {}
+
+    # Queries
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    def match(self, request: Request) -> PrefixMatch:
+        """The longest cached prefix of a request that holds no blocks. At least its last token is left to compute."""
+        record = self._records[request.request_id]
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
+            return self.no_match()
+        limit = (request.num_tokens - 1) // self._block_size
+        self._hash_up_to(request, record, limit)
+        return self._index.match(record.hashes, limit)
+
+    def no_match(self) -> PrefixMatch:
+        return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * self._num_groups)
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """The most blocks, over all groups, that a request of `num_tokens` holds at once if it is computed row by row."""
+        return sum(peak_blocks(num_tokens, window, self._block_size) for window in self._windows)
+
+    def max_request_tokens(self, limit: int) -> int:
+        """The most tokens, up to `limit`, that one request alone can have in this pool; windowed groups hold their window only."""
+        low, high = 0, -(-limit // self._block_size)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.peak_blocks(middle * self._block_size) <= self.num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return min(limit, low * self._block_size)
+
+    def blocks_to_admit(self, request: Request, match: PrefixMatch) -> int:
+        """Free blocks that all tokens of a request need after the hit `match`. Hit blocks that others hold cost nothing as long as
+        the request keeps them; free ones leave the free queue like new ones."""
+        last = (request.num_tokens - 1) // self._block_size
+        need = 0
+        for window, ids, first in zip(self._windows, match.block_ids, match.first_blocks, strict=True):
+            keep = first_block(last * self._block_size, window, self._block_size)
+            need += last + 1 - keep
+            need -= sum(self._pool.ref_count(block_id) > 0 for block_id in ids[max(first, keep) :])
+        return need
+
+    def blocks_lacking(self, request: Request) -> int:
+        """Blocks that an admitted request still has to get until all its present tokens are computed."""
+        record = self._records[request.request_id]
+        lacking = 0
+        for window, table, let_go in zip(self._windows, record.tables, record.let_go, strict=True):
+            held = len(table) - let_go
+            lacking += max(0, peak_blocks(request.num_tokens, window, self._block_size) - held)
+        return lacking
+
+    def fit(self, request: Request, num_new_tokens: int) -> int:
+        """The most new tokens, up to `num_new_tokens`, that `allocate` would grant now."""
+        table = self._records[request.request_id].tables[0]
+        blocks = len(table) + self._allocator.room(self._num_groups)
+        return min(num_new_tokens, blocks * self._block_size - request.num_computed_tokens)
+
+    def block_tables(self, request: Request) -> tuple[array[int], ...]:
+        """Per group, logical block -> block id: the manager's own arrays, lent until the step is updated."""
+        return self._records[request.request_id].tables
+
+    def stats(self) -> KVStats:
+        pool = self._pool
+        live = pool.num_blocks - pool.num_free
+        return KVStats(pool.num_blocks, live, pool.num_cached, pool.num_free - pool.num_cached, pool.num_evictions)
+
+    # Changes
+
+    def add(self, request: Request) -> None:
+        """Open the record of a request that waits; it holds no blocks yet."""
+        assert request.request_id not in self._records, f"request {request.request_id} is known already"
+        root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
+        self._records[request.request_id] = _Record(root, [], self._empty_tables(), [0] * self._num_groups)
+
+    def attach(self, request: Request, match: PrefixMatch) -> None:
+        """Hold the blocks of a hit; the caller sets `num_computed_tokens` to `match.num_tokens`."""
+        record = self._records[request.request_id]
+        assert not record.tables[0], f"request {request.request_id} holds blocks already"
+        for group, (ids, first) in enumerate(zip(match.block_ids, match.first_blocks, strict=True)):
+            self._pool.share(ids[first:])
+            record.tables[group].extend(ids)
+            record.let_go[group] = first
+        record.num_committed = match.num_tokens // self._block_size
+
+    def allocate(self, request: Request, num_new_tokens: int) -> bool:
+        """Make room for the rows [num_computed_tokens, + num_new_tokens); False, and nothing changed, if the pool has too few."""
+        tables = self._records[request.request_id].tables
+        missing = -(-(request.num_computed_tokens + num_new_tokens) // self._block_size) - len(tables[0])
+        return missing <= 0 or self._allocator.grow(tables, missing)
+
+    def commit(self, request: Request) -> None:
+        """Enter the blocks that `num_computed_tokens` has filled into the prefix index."""
+        record = self._records[request.request_id]
+        full = request.num_computed_tokens // self._block_size
+        if full == record.num_committed or not self.enable_prefix_caching:
+            return
+        self._hash_up_to(request, record, full)
+        start = record.num_committed
+        assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
+        for group, table in enumerate(record.tables):
+            for block_hash, block_id in zip(record.hashes[start:full], table[start:full], strict=True):
+                # A second block of the same content stays unnamed: the first may be shared already, and pointing this request's
+                # table to it would change a table that is lent out. It is reused first when it is let go.
+                if self._index.insert(group, block_hash, block_id):
+                    self._pool.mark_cached(block_id)
+        record.num_committed = full
+
+    def trim(self, request: Request) -> None:
+        """Let go of blocks that lie wholly before the window of the next row, at position `num_computed_tokens`."""
+        if not self._has_windows:
+            return
+        record = self._records[request.request_id]
+        position, size = request.num_computed_tokens, self._block_size
+        ends = [
+            max(before, first_block(position, window, size)) for window, before in zip(self._windows, record.let_go, strict=True)
+        ]
+        if ends == record.let_go:
+            return
+        self._give_back(record, ends)
+        for group, (start, stop) in enumerate(zip(record.let_go, ends, strict=True)):
+            for block in range(start, stop):
+                record.tables[group][block] = 0
+        record.let_go = ends
+
+    def rewind(self, request: Request) -> None:
+        """The request will be computed from position 0 again: in blocks it holds, or, if a window has let some go, in new ones."""
+        record = self._records[request.request_id]
+        assert record.num_committed == 0, "blocks in the index are never written again"
+        if any(record.let_go):
+            self.release(request)
+
+    def release(self, request: Request) -> int:
+        """Take all blocks back from a request that goes on later. Returns how many became free."""
+        record = self._records[request.request_id]
+        freed = self._give_back(record, [len(record.tables[0])] * self._num_groups)
+        # New tables, not cleared ones: the step that is under way may still read the old ones.
+        record.tables = self._empty_tables()
+        record.let_go = [0] * self._num_groups
+        record.num_committed = 0
+        return freed
+
+    def free(self, request: Request) -> int:
+        """Take all blocks back from a request that has ended, and forget it. Returns how many became free."""
+        freed = self.release(request)
+        del self._records[request.request_id]
+        return freed
+
+    # Helpers
+
+    def _empty_tables(self) -> tuple[array[int], ...]:
+        return tuple(array("i") for _ in self._windows)
+
+    def _hash_up_to(self, request: Request, record: _Record, num_blocks: int) -> None:
+        start = len(record.hashes)
+        if num_blocks > start:
+            token_ids = request.token_ids(start * self._block_size, num_blocks * self._block_size)
+            extend_hashes(record.hashes, record.root, token_ids, self._block_size)
+
+    def _give_back(self, record: _Record, ends: Sequence[int]) -> int:
+        """Let go of the entries [let_go[g], ends[g]) of each group g, last block first and the groups side by side: what is reused
+        first is then the tail of a prefix, in all groups alike, and the beginning, which most requests share, lives longest."""
+        starts, tables = record.let_go, record.tables
+        if len(tables) == 1:
+            return self._allocator.give_back(tables[0][starts[0] : ends[0]][::-1])
+        order = [
+            table[block]
+            for block in range(max(ends) - 1, min(starts) - 1, -1)
+            for table, start, end in zip(tables, starts, ends, strict=True)
+            if start <= block < end
+        ]
+        return self._allocator.give_back(order)
+
+    def check_invariants(self) -> None:
+        """Walk everything; O(num_blocks)."""
+        self._pool.check_invariants()
+        self._index.check_invariants()
+        counts = array("i", bytes(4 * self.num_blocks))
+        for record in self._records.values():
+            for table, let_go in zip(record.tables, record.let_go, strict=True):
+                assert len(table) == len(record.tables[0])
+                assert 0 <= let_go <= len(table)
+                assert not any(table[:let_go])
+                for block_id in table[let_go:]:
+                    counts[block_id] += 1
+            assert record.num_committed <= len(record.tables[0])
+        for block_id, count in enumerate(counts):
+            assert self._pool.ref_count(block_id) == count
+            assert self._pool.is_cached(block_id) == (self._index.hash_of(block_id) is not None)
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """The requests that have a record (for invariants)."""
+        return frozenset(self._records)

@@ -1,0 +1,114 @@
+"""The prefix index: (block hash, KV group) -> block id, and the longest prefix that every group still has.
+
+A full-attention group needs every block of the prefix; a windowed group needs only the blocks that the next row's window reaches
+into. The index knows neither reference counts nor eviction order: the pool tells it which block is reused. Invariants: one block
+per (hash, group) and one (hash, group) per block; what is found was computed before it was put in.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvist.kv.block import BlockHash, first_block
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """A prefix that needs no computing: `num_tokens` (whole blocks) and, per group, the ids of its logical blocks. Entries before
+    `first_blocks[group]` are outside the window of the next row and hold 0."""
+
+    num_tokens: int
+    block_ids: tuple[array[int], ...]
+    first_blocks: tuple[int, ...]
+
+
+class PrefixIndex:
+    """`windows[group]` is the group's attention window in tokens, None for full attention."""
+
+    def __init__(self, num_blocks: int, windows: tuple[int | None, ...], block_size: int) -> None:
+        self._windows = windows
+        self._block_size = block_size
+        self._tables: tuple[dict[BlockHash, int], ...] = tuple({} for _ in windows)
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._group_of = array("H", bytes(2 * num_blocks))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tables))
+
+    def get(self, group: int, block_hash: BlockHash) -> int | None:
+        return self._tables[group].get(block_hash)
+
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        return self._hash_of[block_id]
+
+    def insert(self, group: int, block_hash: BlockHash, block_id: int) -> bool:
+        """Enter a computed block; False, and nothing changed, when another block already has that name."""
+        assert self._hash_of[block_id] is None, f"block {block_id} is indexed already"
+        if self._tables[group].setdefault(block_hash, block_id) != block_id:
+            return False
+        self._hash_of[block_id] = block_hash
+        self._group_of[block_id] = group
+        return True
+
+    def remove(self, block_id: int) -> None:
+        """Forget a block that is about to be reused."""
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None, f"block {block_id} is not indexed"
+        self._hash_of[block_id] = None
+        del self._tables[self._group_of[block_id]][block_hash]
+
+    def match(self, hashes: Sequence[BlockHash], limit: int) -> PrefixMatch:
+        """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group.
+
+        Each group shortens the length to the longest that it accepts, until all accept the same one: every round only passes over
+        lengths that some group refuses, so the first common length is the longest.
+        """
+        length = limit
+        for table, window in zip(self._tables, self._windows, strict=True):
+            if window is None:
+                length = _longest_full(table, hashes, length)
+        agreed = False
+        while not agreed:
+            before = length
+            for table, window in zip(self._tables, self._windows, strict=True):
+                if window is not None:
+                    length = _longest_windowed(table, hashes, length, -(-(window - 1) // self._block_size))
+            agreed = length == before
+        position = length * self._block_size
+        firsts = tuple(first_block(position, window, self._block_size) for window in self._windows)
+        ids = []
+        for table, first in zip(self._tables, firsts, strict=True):
+            entries = array("i", bytes(4 * first))
+            entries.extend(table[block_hash] for block_hash in hashes[first:length])
+            ids.append(entries)
+        return PrefixMatch(position, tuple(ids), firsts)
+
+    def check_invariants(self) -> None:
+        """Walk everything; O(num_blocks)."""
+        indexed = sum(block_hash is not None for block_hash in self._hash_of)
+        assert indexed == len(self)
+        for group, table in enumerate(self._tables):
+            for block_hash, block_id in table.items():
+                assert self._hash_of[block_id] == block_hash
+                assert self._group_of[block_id] == group
+
+
+def _longest_full(table: dict[BlockHash, int], hashes: Sequence[BlockHash], limit: int) -> int:
+    """Blocks are missing anywhere, not only at the end: a parent whose twin was kept may be evicted before its child."""
+    for length in range(limit):
+        if hashes[length] not in table:
+            return length
+    return limit
+
+
+def _longest_windowed(table: dict[BlockHash, int], hashes: Sequence[BlockHash], limit: int, needed: int) -> int:
+    """The longest length up to `limit` whose last `needed` blocks (or all, if it has fewer) are present."""
+    end = limit
+    for block in range(limit - 1, -1, -1):
+        if end - block > needed:
+            return end
+        if hashes[block] not in table:
+            end = block
+    return end

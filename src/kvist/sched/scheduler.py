@@ -1,0 +1,350 @@
+"""Which rows run in the next step: continuous batching with chunked prefill and preemption by recompute.
+
+There is one counter (law L2): `num_computed_tokens` catches up with `num_tokens`, and a step gives each request some rows of the
+difference. What others call decode is a difference of one. The scheduler decides on integers; it knows no arrays, text, sampling or
+clock, and it stops no generation: the engine calls `finish`.
+
+Order of a step, under one budget of rows:
+
+1. running requests that lack one row, oldest first; they never wait for a long prompt;
+2. running requests that lack more, oldest first: a chunk of what the budget and the free blocks allow;
+3. waiting requests, if nobody had to give way: strictly in order, each only if all its present tokens can get blocks, beside what
+   the running ones still need and a free reserve (the watermark; it is not asked of a request that would run alone).
+
+When blocks run out, a request takes those of the newest running request that is newer than itself; if there is none it keeps its
+own blocks and stands still. A preempted request waits at its old place, before all that came after it.
+
+Progress: keys are fixed and total. Let O be the unfinished request with the smallest key. If O runs, it gets a row in each step:
+one row of the budget is left for it, as no more requests run than the budget has rows, and all other blocks can be taken for it,
+which suffices because `add` has refused what the pool cannot hold. O is never preempted, so it finishes. If O waits, nobody is
+admitted past it, and the smallest running one advances by the same argument until all that run have finished; then O is admitted.
+So every request finishes, in time that grows with the work before it.
+
+Invariants: running and waiting are sorted by key and disjoint; a waiting request holds no blocks and has computed nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvist.errors import ContextLengthError
+from kvist.kv.manager import KVManager, KVStats
+from kvist.kv.prefix import PrefixMatch
+from kvist.request import FinishReason, Request, RequestStatus
+from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput
+from kvist.sched.policy import FirstComeFirstServed, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """What the scheduler has done since the start, and who is here now. The sources of the prompts add up:
+    `num_prompt_tokens - num_cached_tokens` is what had to be computed."""
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_batched_tokens: int
+    """Rows of all updated steps."""
+    num_prompt_tokens: int
+    """Of all admitted requests, counted once each."""
+    num_cached_tokens: int
+    """Of these, served by prefix hits."""
+    num_preemptions: int
+    num_tokens_lost: int
+    """Computed tokens that preempted requests had to give up."""
+    num_stalls: int
+    """Times that a running request stood still in a step for want of a block."""
+    kv: KVStats
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: Request
+    key: tuple[float, int]
+    num_prompt_logprobs: int = 0
+    """Leading prompt rows whose logits the engine has had."""
+
+    @property
+    def pending(self) -> int:
+        return self.request.num_tokens - self.request.num_computed_tokens
+
+
+@dataclass(slots=True)
+class _Step:
+    budget: int
+    rows: dict[_Job, int] = field(default_factory=dict)
+    preempted: list[PreemptionRecord] = field(default_factory=list)
+    stalled: int = 0
+
+    def give(self, job: _Job, rows: int) -> None:
+        self.rows[job] = rows
+        self.budget -= rows
+
+
+def _key(job: _Job) -> tuple[float, int]:
+    return job.key
+
+
+class Scheduler:
+    """`use_cache=False` is the measurable baseline: every sampled token has all tokens computed again, in the same blocks, by the
+    same chunks under the same budget; nothing is looked up or kept."""
+
+    def __init__(
+        self,
+        manager: KVManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        use_cache: bool = True,
+        policy: Policy | None = None,
+    ) -> None:
+        assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1, "limits are positive"
+        self._manager = manager
+        self._max_running = min(max_num_seqs, max_num_batched_tokens)
+        self._budget = max_num_batched_tokens
+        self._use_cache = use_cache
+        self._policy: Policy = policy or FirstComeFirstServed()
+        self.max_model_len = max_model_len
+        self.pool_tokens = manager.max_request_tokens(max_model_len)
+        self._jobs: dict[str, _Job] = {}
+        self._running: list[_Job] = []
+        self._waiting: list[_Job] = []
+        self._in_flight: dict[str, _Job] = {}
+        self._num_arrivals = 0
+        self._step = 0
+        self._num_batched_tokens = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_preemptions = 0
+        self._num_tokens_lost = 0
+        self._num_stalls = 0
+
+    @property
+    def effective_max_tokens(self) -> int:
+        """The most tokens, prompt and output together, of one request: what the model and the pool allow."""
+        return min(self.max_model_len, self.pool_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Oldest first."""
+        return tuple(job.request for job in self._running)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """In the order of admission."""
+        return tuple(job.request for job in self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ContextLengthError if the model or the pool can never hold its prompt and its budget."""
+        assert request.request_id not in self._jobs, f"request {request.request_id} is known already"
+        assert request.status is RequestStatus.WAITING, "a request is added once"
+        assert request.prompt_token_ids, "a prompt has at least one token"
+        self._refuse_oversize(request)
+        job = _Job(request, (self._policy.key(request), self._num_arrivals))
+        self._num_arrivals += 1
+        self._jobs[request.request_id] = job
+        self._manager.add(request)
+        insort(self._waiting, job, key=_key)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at any moment, and give back all it holds. False if there is no such request (any more)."""
+        if request_id not in self._jobs:
+            return False
+        self.finish(request_id, "abort")
+        return True
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a request; its full blocks stay in the prefix index until they are reused."""
+        job = self._jobs.pop(request_id)
+        queue = self._running if job.request.status is RequestStatus.RUNNING else self._waiting
+        del queue[bisect_left(queue, job.key, key=_key)]
+        self._in_flight.pop(request_id, None)
+        self._manager.free(job.request)
+        job.request.status = RequestStatus.FINISHED
+        job.request.finish_reason = reason
+        job.request.stop_reason = stop_reason
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Decide the next step. `update` (or `finish` of all that it schedules) comes before the next call."""
+        assert not self._in_flight, "the last step has not been updated"
+        self._step += 1
+        step = _Step(self._budget)
+        self._advance_running(step, one_row=True)
+        self._advance_running(step, one_row=False)
+        if not step.preempted and not step.stalled:
+            self._admit(step, now)
+        self._num_stalls += step.stalled
+        self._in_flight = {job.request.request_id: job for job in step.rows}
+        return SchedulerOutput(
+            step=self._step,
+            scheduled=tuple(self._lower(job, rows) for job, rows in step.rows.items()),
+            preempted=tuple(step.preempted),
+            num_batched_tokens=self._budget - step.budget,
+            num_waiting=len(self._waiting),
+        )
+
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
+        """The step has been computed. Requests that ended since `schedule` are passed over."""
+        assert output.step == self._step, "steps are updated in order"
+        for item in output.scheduled:
+            job = self._in_flight.pop(item.request_id, None)
+            if job is None:
+                continue
+            request = job.request
+            request.num_computed_tokens += len(item.token_ids)
+            self._num_batched_tokens += len(item.token_ids)
+            if item.prompt_logprobs_from is not None:
+                job.num_prompt_logprobs = min(request.num_computed_tokens, request.num_prompt_tokens)
+            if self._use_cache:
+                self._manager.commit(request)
+            token_id = sampled.get(item.request_id)
+            if token_id is not None:
+                assert item.samples, f"request {item.request_id} was not to be sampled in this step"
+                request.output_token_ids.append(token_id)
+                if not self._use_cache:
+                    request.num_computed_tokens = 0
+                    self._manager.rewind(request)
+            self._manager.trim(request)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_steps=self._step,
+            num_batched_tokens=self._num_batched_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_preemptions=self._num_preemptions,
+            num_tokens_lost=self._num_tokens_lost,
+            num_stalls=self._num_stalls,
+            kv=self._manager.stats(),
+        )
+
+    def _refuse_oversize(self, request: Request) -> None:
+        prompt, budget = request.num_prompt_tokens, request.max_tokens
+        asked = f"The prompt needs {prompt} tokens" + (f" (and {budget} more to generate)" if budget else "")
+        if prompt + budget > self.max_model_len:
+            raise ContextLengthError(f"{asked}, but the context holds {self.max_model_len}: shorten the prompt or max_tokens.")
+        if prompt + budget > self.pool_tokens:
+            raise ContextLengthError(
+                f"{asked}, but the KV pool holds {self.pool_tokens} for one request: shorten the prompt or max_tokens, or serve "
+                "with a larger num_kv_blocks."
+            )
+
+    def _advance_running(self, step: _Step, *, one_row: bool) -> None:
+        """Give rows to the running requests that lack exactly one (or more than one). Preemption takes from the end of `_running`,
+        behind the place where this walk stands."""
+        index = 0
+        while index < len(self._running):
+            job = self._running[index]
+            index += 1
+            pending = job.pending
+            if pending == 0 or (pending == 1) is not one_row:
+                continue
+            rows = min(pending, step.budget)
+            if rows and not self._manager.allocate(job.request, rows):
+                rows = self._make_room(job, rows, step)
+                if rows == 0:
+                    step.stalled += 1
+                    continue
+                granted = self._manager.allocate(job.request, rows)
+                assert granted, "rows that fit are granted"
+            if rows:
+                step.give(job, rows)
+
+    def _make_room(self, job: _Job, rows: int, step: _Step) -> int:
+        """How many of `rows` fit: what is free serves first, even if it is less; then newer requests give way, newest first."""
+        fit = self._manager.fit(job.request, rows)
+        while fit == 0 and self._running[-1] is not job:
+            self._preempt(self._running[-1], job, step)
+            fit = self._manager.fit(job.request, rows)
+        return fit
+
+    def _preempt(self, victim: _Job, cause: _Job, step: _Step) -> None:
+        assert victim.key > cause.key, "only newer requests give way"
+        request = victim.request
+        self._running.pop()
+        step.budget += step.rows.pop(victim, 0)
+        freed = self._manager.release(request)
+        step.preempted.append(PreemptionRecord(request.request_id, cause.request.request_id, request.num_computed_tokens, freed))
+        self._num_preemptions += 1
+        self._num_tokens_lost += request.num_computed_tokens
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        insort(self._waiting, victim, key=_key)
+
+    def _admit(self, step: _Step, now: float) -> None:
+        if not self._waiting or len(self._running) >= self._max_running or step.budget == 0:
+            return
+        manager = self._manager
+        promised = sum(manager.blocks_lacking(job.request) for job in self._running)
+        while self._waiting and len(self._running) < self._max_running and step.budget > 0:
+            job = self._waiting[0]
+            match = manager.match(job.request) if self._use_cache else manager.no_match()
+            reserve = promised + manager.watermark_blocks if self._running else 0
+            if manager.blocks_to_admit(job.request, match) + reserve > manager.num_free_blocks:
+                return
+            del self._waiting[0]
+            self._start(job, match, now)
+            rows = manager.fit(job.request, min(job.pending, step.budget))
+            granted = rows > 0 and manager.allocate(job.request, rows)
+            assert granted, "a request is admitted only if its blocks are there"
+            step.give(job, rows)
+            promised += manager.blocks_lacking(job.request)
+
+    def _start(self, job: _Job, match: PrefixMatch, now: float) -> None:
+        request = job.request
+        self._manager.attach(request, match)
+        request.num_computed_tokens = match.num_tokens
+        if request.status is RequestStatus.WAITING:
+            # Counted at the first admission only: after a preemption a request may find its own blocks again.
+            request.num_cached_tokens = match.num_tokens
+            self._num_prompt_tokens += request.num_prompt_tokens
+            self._num_cached_tokens += match.num_tokens
+            request.first_scheduled_time = now
+        request.status = RequestStatus.RUNNING
+        insort(self._running, job, key=_key)
+
+    def _lower(self, job: _Job, rows: int) -> ScheduledRequest:
+        request = job.request
+        start = request.num_computed_tokens
+        stop = start + rows
+        logprobs_from = None
+        if request.wants_prompt_logprobs and job.num_prompt_logprobs < min(stop, request.num_prompt_tokens):
+            logprobs_from = max(start, job.num_prompt_logprobs)
+        return ScheduledRequest(
+            request_id=request.request_id,
+            token_ids=request.token_ids(start, stop),
+            start=start,
+            block_tables=self._manager.block_tables(request),
+            samples=stop == request.num_tokens and len(request.output_token_ids) < request.max_tokens,
+            prompt_logprobs_from=logprobs_from,
+        )
+
+    def check_invariants(self) -> None:
+        """Walk everything; O(requests + num_blocks)."""
+        for queue in (self._running, self._waiting):
+            assert all(left.key < right.key for left, right in pairwise(queue))
+        assert len(self._running) <= self._max_running
+        assert {*self._running} | {*self._waiting} == {*self._jobs.values()}
+        assert len(self._running) + len(self._waiting) == len(self._jobs)
+        for job in self._running:
+            request = job.request
+            assert request.status is RequestStatus.RUNNING
+            assert 0 <= request.num_computed_tokens <= request.num_tokens <= self.effective_max_tokens
+        for job in self._waiting:
+            assert job.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert job.request.num_computed_tokens == 0
+            assert not self._manager.block_tables(job.request)[0]
+        assert all(self._jobs[request_id] is job for request_id, job in self._in_flight.items())
+        assert self._manager.request_ids == self._jobs.keys()
+        self._manager.check_invariants()
