@@ -1,0 +1,272 @@
+// Tiles and loops of the matrix products; what they compute is written in linear.h.
+#include "linear.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "elementwise.h"
+
+namespace KVIST_NAMESPACE {
+
+namespace {
+
+struct HalfScale {
+  static F load16(const void* p, size_t at) { return load_f16(static_cast<const uint16_t*>(p) + at); }
+};
+struct FloatScale {
+  static F load16(const void* p, size_t at) { return load(static_cast<const float*>(p) + at); }
+};
+
+struct DenseF32 {
+  using T = float;
+  static F load16(const float* p) { return load(p); }
+};
+struct DenseF16 {
+  using T = uint16_t;
+  static F load16(const uint16_t* p) { return load_f16(p); }
+};
+struct DenseBf16 {
+  using T = uint16_t;
+  static F load16(const uint16_t* p) { return load_bf16(p); }
+};
+
+template <class Weights, int R>
+void dense_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
+  const auto* w = static_cast<const typename Weights::T*>(s.data) + static_cast<size_t>(panel) * s.k * kPanel;
+  const float* x = rows.x + static_cast<size_t>(row) * s.k;
+  F acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = zero();
+  for (int k = 0; k < s.k; ++k) {
+    const F column = Weights::load16(w + static_cast<size_t>(k) * kPanel);
+    for (int r = 0; r < R; ++r) acc[r] = fma(set1(x[static_cast<size_t>(r) * s.k + k]), column, acc[r]);
+  }
+  for (int r = 0; r < R; ++r) store(y[r], acc[r]);
+}
+
+template <class Scale, int R>
+void w8_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
+  const int groups = s.groups();
+  const size_t first = static_cast<size_t>(panel) * groups, at = static_cast<size_t>(row) * groups;
+  const auto* w = static_cast<const uint8_t*>(s.data) + first * 512;
+  const int8_t* q = rows.q + static_cast<size_t>(row) * s.k;
+  F acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = zero();
+  for (int g = 0; g < groups; ++g) {
+    I dot[R];
+    dot_w8<R>(w + static_cast<size_t>(g) * 512, q + g * kGroup, s.k, rows.sum + at + g, groups, dot);
+    const F scale = Scale::load16(s.scale, (first + g) * kPanel);
+    for (int r = 0; r < R; ++r) acc[r] = fma(to_float(dot[r]), mul(scale, set1(rows.scale[at + static_cast<size_t>(r) * groups + g])), acc[r]);
+  }
+  for (int r = 0; r < R; ++r) store(y[r], acc[r]);
+}
+
+template <class Scale, int R>
+void w4_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
+  const int groups = s.groups();
+  const size_t first = static_cast<size_t>(panel) * groups, at = static_cast<size_t>(row) * groups;
+  const auto* w = static_cast<const uint8_t*>(s.data) + first * 256;
+  const int8_t* q = rows.q + static_cast<size_t>(row) * s.k;
+  F acc[R], low[R];
+  for (int r = 0; r < R; ++r) acc[r] = low[r] = zero();
+  for (int g = 0; g < groups; ++g) {
+    I dot[R];
+    dot_w4<R>(w + static_cast<size_t>(g) * 256, q + g * kGroup, s.k, dot);
+    const F scale = Scale::load16(s.scale, (first + g) * kPanel);
+    const F minimum = Scale::load16(s.minimum, (first + g) * kPanel);
+    for (int r = 0; r < R; ++r) {
+      const size_t i = at + static_cast<size_t>(r) * groups + g;
+      acc[r] = fma(to_float(dot[r]), mul(scale, set1(rows.scale[i])), acc[r]);
+      low[r] = fma(minimum, set1(rows.scaled_sum[i]), low[r]);
+    }
+  }
+  for (int r = 0; r < R; ++r) store(y[r], add(acc[r], low[r]));
+}
+
+template <int R>
+void panel_rows(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
+  switch (s.format) {
+    case Format::f32: return dense_panel<DenseF32, R>(s, panel, rows, row, y);
+    case Format::f16: return dense_panel<DenseF16, R>(s, panel, rows, row, y);
+    case Format::bf16: return dense_panel<DenseBf16, R>(s, panel, rows, row, y);
+    case Format::w8: return s.half_scale ? w8_panel<HalfScale, R>(s, panel, rows, row, y) : w8_panel<FloatScale, R>(s, panel, rows, row, y);
+    case Format::w4: return s.half_scale ? w4_panel<HalfScale, R>(s, panel, rows, row, y) : w4_panel<FloatScale, R>(s, panel, rows, row, y);
+  }
+}
+
+template <int R>
+void panel_tile(const Segment& s, int panel, const Rows& rows, int row, int count, float (*y)[kPanel]) {
+  if (count == R) return panel_rows<R>(s, panel, rows, row, y);
+  if constexpr (R > 1) panel_tile<R - 1>(s, panel, rows, row, count, y);
+}
+
+// Panels an item takes: enough weights to outweigh the handing out, few enough to share evenly.
+int panels_per_item(const ThreadPool& pool, const Segment& s) {
+  const int by_size = static_cast<int>(std::max<size_t>(1, 32768 / s.panel_bytes()));
+  const int by_share = std::max(1, s.panels() / (8 * pool.num_threads()));
+  return std::min(by_size, by_share);
+}
+
+long items_of(const ThreadPool& pool, const Segment& s) {
+  const int step = panels_per_item(pool, s);
+  return (s.panels() + step - 1) / step;
+}
+
+void finish_panel(const Segment& s, int panel, const float* y, float* out, Store how) {
+  const int column = panel * kPanel, count = std::min(kPanel, s.n - column);
+  for (int c = 0; c < count; ++c) {
+    const float value = s.bias ? y[c] + s.bias[column + c] : y[c];
+    out[column + c] = how == Store::add ? out[column + c] + value : value;
+  }
+}
+
+}  // namespace
+
+size_t Segment::panel_bytes() const {
+  const size_t elements = static_cast<size_t>(k) * kPanel;
+  switch (format) {
+    case Format::f32: return elements * 4;
+    case Format::f16:
+    case Format::bf16: return elements * 2;
+    case Format::w8: return elements;
+    case Format::w4: return elements / 2;
+  }
+  return elements;
+}
+
+void quantize_row(const float* x, int k, int8_t* q, float* scale, float* scaled_sum, int32_t* sum) {
+  for (int g = 0; g < k / kGroup; ++g) {
+    const F a = load(x + g * kGroup), b = load(x + g * kGroup + 16);
+    const float largest = fold_max(max(abs(a), abs(b)));
+    const F inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    const F low = set1(-127.0f), high = set1(127.0f);
+    const I qa = round_to_int(min(max(mul(a, inverse), low), high));
+    const I qb = round_to_int(min(max(mul(b, inverse), low), high));
+    store_int8(q + g * kGroup, qa);
+    store_int8(q + g * kGroup + 16, qb);
+    int32_t total = 0;
+    for (int i = 0; i < kGroup; ++i) total += q[g * kGroup + i];
+    scale[g] = largest * (1.0f / 127.0f);
+    sum[g] = total;
+    scaled_sum[g] = scale[g] * static_cast<float>(total);
+  }
+}
+
+Rows prepare_rows(ThreadPool& pool, RowBuffers& buffers, const float* x, int count, int k, const float* norm, float eps, bool quantize) {
+  const int groups = k / kGroup;
+  const size_t all = static_cast<size_t>(count);
+  float* normed = norm ? buffers.x.reserve(all * k) : nullptr;
+  int8_t* q = quantize ? buffers.q.reserve(all * k) : nullptr;
+  float* scale = quantize ? buffers.scale.reserve(all * groups) : nullptr;
+  float* scaled_sum = quantize ? buffers.scaled_sum.reserve(all * groups) : nullptr;
+  int32_t* sum = quantize ? buffers.sum.reserve(all * groups) : nullptr;
+  const auto row = [&](long r, int) {
+    const size_t at = static_cast<size_t>(r);
+    const float* from = x + at * k;
+    if (norm) {
+      rms_norm(from, norm, eps, k, normed + at * k);
+      from = normed + at * k;
+    }
+    if (quantize) quantize_row(from, k, q + at * k, scale + at * groups, scaled_sum + at * groups, sum + at * groups);
+  };
+  if (norm || quantize) pool.run(count, row);
+  return {count, k, norm ? normed : x, q, scale, scaled_sum, sum};
+}
+
+void panel_product(const Segment& segment, int panel, const Rows& rows, int row, int count, float (*y)[kPanel]) {
+  panel_tile<kRowTile>(segment, panel, rows, row, count, y);
+}
+
+void product(ThreadPool& pool, const std::vector<Segment>& segments, const Rows& rows, float* out, long ld, Store how) {
+  long items = 0;
+  for (const Segment& s : segments) items += items_of(pool, s);
+  pool.run(items, [&](long item, int) {
+    float* to = out;
+    size_t at = 0;
+    for (long own; item >= (own = items_of(pool, segments[at])); ++at) {
+      item -= own;
+      to += segments[at].n;
+    }
+    const Segment& s = segments[at];
+    const int step = panels_per_item(pool, s), end = std::min(s.panels(), static_cast<int>(item + 1) * step);
+    alignas(64) float y[kRowTile][kPanel];
+    for (int panel = static_cast<int>(item) * step; panel < end; ++panel) {
+      for (int row = 0; row < rows.count; row += kRowTile) {
+        const int count = std::min(kRowTile, rows.count - row);
+        panel_product(s, panel, rows, row, count, y);
+        for (int r = 0; r < count; ++r) finish_panel(s, panel, y[r], to + (row + r) * ld, how);
+      }
+    }
+  });
+}
+
+void gated_product(ThreadPool& pool, const Segment& gate, const Segment& up, const Rows& rows, float* h) {
+  const int step = panels_per_item(pool, gate);
+  pool.run(items_of(pool, gate), [&](long item, int) {
+    alignas(64) float g[kRowTile][kPanel], u[kRowTile][kPanel];
+    const int end = std::min(gate.panels(), static_cast<int>(item + 1) * step);
+    for (int panel = static_cast<int>(item) * step; panel < end; ++panel) {
+      const int column = panel * kPanel, width = std::min(kPanel, gate.n - column);
+      for (int row = 0; row < rows.count; row += kRowTile) {
+        const int count = std::min(kRowTile, rows.count - row);
+        panel_product(gate, panel, rows, row, count, g);
+        panel_product(up, panel, rows, row, count, u);
+        for (int r = 0; r < count; ++r) {
+          F a = load(g[r]), b = load(u[r]);
+          if (gate.bias) a = add(a, load_tail(gate.bias + column, width));
+          if (up.bias) b = add(b, load_tail(up.bias + column, width));
+          const F value = mul(silu(a), b);
+          float* to = h + static_cast<size_t>(row + r) * gate.n + column;
+          if (width == kPanel) store(to, value);
+          else store_tail(to, value, width);
+        }
+      }
+    }
+  });
+}
+
+namespace {
+
+float scale_at(const void* p, bool half, size_t i) {
+  if (!half) return static_cast<const float*>(p)[i];
+  alignas(64) uint16_t bits[16] = {static_cast<const uint16_t*>(p)[i]};
+  alignas(64) float lanes[16];
+  store(lanes, load_f16(bits));
+  return lanes[0];
+}
+
+}  // namespace
+
+void dequantize_row(const Segment& t, int id, float* out) {
+  const size_t panel = static_cast<size_t>(id) / kPanel, lane = static_cast<size_t>(id) % kPanel;
+  if (!t.quantized()) {
+    for (int k = 0; k < t.k; ++k) {
+      const size_t i = (panel * t.k + k) * kPanel + lane;
+      if (t.format == Format::f32) {
+        out[k] = static_cast<const float*>(t.data)[i];
+        continue;
+      }
+      alignas(64) uint16_t bits[16] = {static_cast<const uint16_t*>(t.data)[i]};
+      alignas(64) float lanes[16];
+      store(lanes, t.format == Format::f16 ? load_f16(bits) : load_bf16(bits));
+      out[k] = lanes[0];
+    }
+    return;
+  }
+  const auto* data = static_cast<const uint8_t*>(t.data);
+  for (int g = 0; g < t.groups(); ++g) {
+    const size_t block = panel * t.groups() + g;
+    const float scale = scale_at(t.scale, t.half_scale, block * kPanel + lane);
+    const float minimum = t.minimum ? scale_at(t.minimum, t.half_scale, block * kPanel + lane) : 0.0f;
+    for (int e = 0; e < kGroup; ++e) {
+      const int quad = e / 4;
+      if (t.format == Format::w8) {
+        out[g * kGroup + e] = scale * static_cast<float>(data[block * 512 + quad * 64 + lane * 4 + e % 4] - 128);
+      } else {
+        const uint8_t byte = data[block * 256 + (quad % 4) * 64 + lane * 4 + e % 4];
+        out[g * kGroup + e] = scale * static_cast<float>(quad < 4 ? byte & 15 : byte >> 4) + minimum;
+      }
+    }
+  }
+}
+
+}  // namespace KVIST_NAMESPACE

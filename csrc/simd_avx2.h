@@ -1,0 +1,131 @@
+// 16-lane vectors as two halves on AVX2 + FMA + F16C. Names and meanings: simd.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace KVIST_NAMESPACE {
+
+struct F {
+  __m256 lo, hi;
+};
+struct I {
+  __m256i lo, hi;
+};
+
+constexpr int kRowTile = 4;
+constexpr int kQueryTile = 4;
+constexpr int kAccumulators = 6;
+
+inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F v) {
+  _mm256_storeu_ps(p, v.lo);
+  _mm256_storeu_ps(p + 8, v.hi);
+}
+inline F set1(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
+inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F add(F a, F b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F sub(F a, F b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline F mul(F a, F b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F div(F a, F b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline F max(F a, F b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline F min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline F abs(F a) {
+  const __m256 bits = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(a.lo, bits), _mm256_and_ps(a.hi, bits)};
+}
+inline F to_float(I v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
+inline I round_to_int(F v) { return {_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi)}; }
+inline __m256 exp2i(__m256i n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23)); }
+inline F exp2i(I n) { return {exp2i(n.lo), exp2i(n.hi)}; }
+inline F zero_below(F v, F x, F low) {
+  return {_mm256_and_ps(v.lo, _mm256_cmp_ps(x.lo, low.lo, _CMP_GE_OQ)), _mm256_and_ps(v.hi, _mm256_cmp_ps(x.hi, low.hi, _CMP_GE_OQ))};
+}
+
+inline __m128i load_128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline F load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load_128(p)), _mm256_cvtph_ps(load_128(p + 8))}; }
+inline void store_f16(uint16_t* p, F v) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v.lo, kNearest));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(v.hi, kNearest));
+}
+inline __m256 widen_bf16(__m128i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16)); }
+inline F load_bf16(const uint16_t* p) { return {widen_bf16(load_128(p)), widen_bf16(load_128(p + 8))}; }
+inline void split_bf16_pairs(const uint16_t* p, F& even, F& odd) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
+  even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+  odd = {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))};
+}
+inline void store_int8(int8_t* p, I v) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(v.lo, v.hi), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
+inline float fold_add(F v) {
+  const __m256 h = _mm256_add_ps(v.lo, v.hi);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+inline float fold_max(F v) {
+  const __m256 h = _mm256_max_ps(v.lo, v.hi);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+
+inline __m256i quad(const int8_t* a) {
+  int32_t v;
+  std::memcpy(&v, a, 4);
+  return _mm256_set1_epi32(v);
+}
+
+// Eight products of 15 * 127, twice each, stay within int16 (30,480), so a whole group is added before it is widened.
+template <int R>
+inline void dot_w4(const uint8_t* w, const int8_t* a, long stride, I (&dot)[R]) {
+  const __m256i low = _mm256_set1_epi8(0x0f);
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i sum[R][2];
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+  for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i + 32 * half));
+      const __m256i lo = _mm256_and_si256(both, low);
+      const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+      for (int r = 0; r < R; ++r) {
+        const int8_t* row = a + r * stride + 4 * i;
+        sum[r][half] = _mm256_add_epi16(sum[r][half], _mm256_maddubs_epi16(lo, quad(row)));
+        sum[r][half] = _mm256_add_epi16(sum[r][half], _mm256_maddubs_epi16(hi, quad(row + 16)));
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) dot[r] = {_mm256_madd_epi16(sum[r][0], ones), _mm256_madd_epi16(sum[r][1], ones)};
+}
+
+// |w| is at most 128 and |a| at most 127, so a pair's sum of 32,512 stays within int16.
+template <int R>
+inline void dot_w8(const uint8_t* w, const int8_t* a, long stride, const int32_t*, long, I (&dot)[R]) {
+  const __m256i offset = _mm256_set1_epi8(static_cast<char>(0x80));
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int r = 0; r < R; ++r) dot[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int i = 0; i < 8; ++i) {
+    const __m256i lo = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i)), offset);
+    const __m256i hi = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i + 32)), offset);
+    const __m256i abs_lo = _mm256_abs_epi8(lo), abs_hi = _mm256_abs_epi8(hi);
+    for (int r = 0; r < R; ++r) {
+      const __m256i row = quad(a + r * stride + 4 * i);
+      const __m256i pairs_lo = _mm256_maddubs_epi16(abs_lo, _mm256_sign_epi8(row, lo));
+      const __m256i pairs_hi = _mm256_maddubs_epi16(abs_hi, _mm256_sign_epi8(row, hi));
+      dot[r].lo = _mm256_add_epi32(dot[r].lo, _mm256_madd_epi16(pairs_lo, ones));
+      dot[r].hi = _mm256_add_epi32(dot[r].hi, _mm256_madd_epi16(pairs_hi, ones));
+    }
+  }
+}
+
+}  // namespace KVIST_NAMESPACE

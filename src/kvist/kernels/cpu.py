@@ -1,0 +1,185 @@
+"""The native kernels: which builds this machine can run, and `Ops` over one of them.
+
+Each instruction set is a module of its own (`_cpu_avx512`, `_cpu_avx2`, `_cpu_base`), compiled from the same sources in `csrc/` and
+used only if the CPU has all of its flags. This module chooses nothing by itself (that is `engine/loader`) and does no arithmetic.
+Invariants: a handle keeps alive every array whose memory the native side reads; arrays cross as plain unsigned views.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.errors import ConfigError
+from kvist.kernels.ops import F32, I32, AttentionParams, ForwardBatch, PackedLinear
+from kvist.kv.spec import KVSpec
+
+REQUIRED_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "portable": (),
+}
+"""Native builds, fastest first, and the CPU flags that each needs."""
+
+_MODULES = {"avx512": "kvist._cpu_avx512", "avx2": "kvist._cpu_avx2", "portable": "kvist._cpu_base"}
+
+
+def _import(isa: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(_MODULES[isa])
+    except ImportError:
+        return None
+
+
+def cpu_flags() -> tuple[str, ...] | None:
+    """The flags of this CPU that the builds ask for; None when no native module is built (nothing else can tell)."""
+    base = _import("portable")
+    return None if base is None else tuple(base.cpu_features())
+
+
+def built() -> tuple[str, ...]:
+    """Native builds that are installed, whether or not this CPU can run them, fastest first."""
+    return tuple(isa for isa, module in _MODULES.items() if importlib.util.find_spec(module) is not None)
+
+
+def available() -> tuple[str, ...]:
+    """Native builds that are installed and that this CPU can run, fastest first."""
+    flags = cpu_flags()
+    if flags is None:
+        return ()
+    return tuple(isa for isa in built() if set(REQUIRED_FLAGS[isa]) <= set(flags))
+
+
+def make_ops(isa: str, num_threads: int) -> CpuOps:
+    """`Ops` of one native build. Errors: ConfigError when it is not built or the CPU lacks a flag."""
+    if isa not in available():
+        flags = cpu_flags()
+        if flags is None or isa not in built():
+            raise ConfigError(f"isa={isa} is not built here; reinstall kvist with a C++ compiler, or use isa=numpy.")
+        missing = ", ".join(flag for flag in REQUIRED_FLAGS[isa] if flag not in flags)
+        raise ConfigError(f"isa={isa} needs CPU flags that this machine lacks ({missing}); use isa=auto.")
+    module = importlib.import_module(_MODULES[isa])
+    return CpuOps(isa, module, num_threads)
+
+
+def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    assert array.flags.c_contiguous
+    return array.reshape(-1).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class _LinearHandle:
+    native: Any
+    n: int
+    k: int
+    keep: tuple[PackedLinear, ...]
+
+
+@dataclass(frozen=True)
+class _CacheHandle:
+    arena: npt.NDArray[np.uint8]
+    spec: KVSpec
+
+
+@dataclass(frozen=True)
+class _AttentionHandle:
+    native: Any
+    keep: tuple[_CacheHandle, AttentionParams]
+
+
+@dataclass(frozen=True)
+class _StepHandle:
+    native: Any
+    keep: ForwardBatch
+
+
+class CpuOps:
+    """`Ops` over one native module; see `kernels/ops.py` for what each call computes. One caller at a time."""
+
+    def __init__(self, isa: str, module: ModuleType, num_threads: int) -> None:
+        self.isa = isa
+        self.profile = f"{isa}/{module.kernel_version}"
+        self._module = module
+        self._machine = module.Machine(num_threads)
+
+    @property
+    def num_threads(self) -> int:
+        return int(self._machine.num_threads)
+
+    def bind_linear(self, *segments: PackedLinear) -> _LinearHandle:
+        native = self._module.Linear()
+        for part in segments:
+            half = part.scale is not None and part.scale.dtype == np.float16
+            native.add(
+                part.format,
+                part.n,
+                part.k,
+                _bytes(part.data),
+                None if part.scale is None else _bytes(part.scale),
+                None if part.minimum is None else _bytes(part.minimum),
+                half,
+                part.bias,
+            )
+        return _LinearHandle(native, native.n, native.k, segments)
+
+    def bind_cache(self, arena: npt.NDArray[np.uint8], spec: KVSpec) -> _CacheHandle:
+        if spec.head_dim % 16 or spec.head_dim > self._module.max_head_dim:
+            raise ConfigError(
+                f"The native kernels take head sizes that are multiples of 16 up to {self._module.max_head_dim}, "
+                f"and this model's is {spec.head_dim}; use isa=numpy."
+            )
+        assert arena.dtype == np.uint8
+        assert arena.shape[1] == spec.block_bytes
+        return _CacheHandle(arena, spec)
+
+    def bind_attention(self, cache: _CacheHandle, layer: int, params: AttentionParams) -> _AttentionHandle:
+        spec = cache.spec
+        group, place = next((g, group.layers.index(layer)) for g, group in enumerate(spec.groups) if layer in group.layers)
+        native = self._module.AttentionLayer(
+            arena=cache.arena,
+            layer_offset=place * spec.block_size * spec.bytes_per_token_layer,
+            format=spec.kv_format,
+            block_size=spec.block_size,
+            group=group,
+            heads=params.num_heads,
+            kv_heads=params.num_kv_heads,
+            dim=params.head_dim,
+            scale=params.scale,
+            window=params.window or 0,
+            cosine=params.cos,
+            sine=params.sin,
+            q_norm=params.q_norm,
+            k_norm=params.k_norm,
+            norm_eps=params.norm_eps,
+        )
+        return _AttentionHandle(native, (cache, params))
+
+    def bind_batch(self, batch: ForwardBatch) -> _StepHandle:
+        native = self._module.Step(batch.positions, batch.query_start_loc)
+        for group in batch.groups:
+            native.add_group(group.block_table, group.slot_mapping)
+        return _StepHandle(native, batch)
+
+    def embed(self, table: _LinearHandle, token_ids: I32, out: F32) -> None:
+        self._machine.embed(table.native, token_ids, out)
+
+    def norm_linear(self, x: F32, norm: F32, eps: float, weight: _LinearHandle, out: F32) -> None:
+        self._machine.norm_linear(x, norm, eps, weight.native, out)
+
+    def linear_add(self, x: F32, weight: _LinearHandle, residual: F32) -> None:
+        self._machine.linear_add(x, weight.native, residual)
+
+    def gated_mlp(self, x: F32, norm: F32, eps: float, gate_up: _LinearHandle, down: _LinearHandle) -> None:
+        self._machine.gated_mlp(x, norm, eps, gate_up.native, down.native)
+
+    def rope_write(self, batch: _StepHandle, attention: _AttentionHandle, qkv: F32) -> None:
+        self._machine.rope_write(batch.native, attention.native, qkv)
+
+    def attend(self, batch: _StepHandle, attention: _AttentionHandle, qkv: F32, out: F32) -> None:
+        self._machine.attend(batch.native, attention.native, qkv, out)
