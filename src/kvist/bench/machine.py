@@ -28,6 +28,7 @@ ISA_FLAGS = (
     "avx_vnni",
     "avx512f",
     "avx512bw",
+    "avx512dq",
     "avx512vl",
     "avx512_vnni",
     "avx512_bf16",
