@@ -1,0 +1,220 @@
+"""From logits to token ids: the sampling twin in NumPy, which defines what a native sampler must do.
+
+Each row is computed by itself, in float64, from its own logits, tokens, seed and position, so that its bits never depend on the
+batch; only the plain greedy case is done for all rows at once (an argmax has no arithmetic to reorder). One uniform number is drawn
+per token, from a counter-based generator keyed by (seed, choice, position), and the token is found by inverse CDF in ascending order
+of ids: a preempted request draws again what it drew before. Ties go to the lowest id everywhere.
+
+The order of the steps is vLLM's: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. Log probabilities are those
+of the model's own distribution, before all of it. This module knows no text, no blocks and no scheduler.
+
+Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (Philox 4x64-10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.errors import EngineError
+from kvist.kernels.ops import F32
+from kvist.request import Request, SamplingParams, TokenLogprob
+
+F64 = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+_MASK64 = 2**64 - 1
+
+
+@dataclass
+class TokenCounts:
+    """What the penalties need of a request's tokens, kept up to date as the output grows."""
+
+    in_prompt: npt.NDArray[np.bool_]
+    in_output: npt.NDArray[np.int64]
+    num_counted: int = 0
+
+    @classmethod
+    def of_prompt(cls, prompt_token_ids: Sequence[int], vocab_size: int) -> TokenCounts:
+        seen = np.zeros(vocab_size, np.bool_)
+        seen[np.asarray(prompt_token_ids, np.int64)] = True
+        return cls(seen, np.zeros(vocab_size, np.int64))
+
+    def advance(self, output_token_ids: Sequence[int]) -> None:
+        np.add.at(self.in_output, np.asarray(output_token_ids[self.num_counted :], np.int64), 1)
+        self.num_counted = len(output_token_ids)
+
+
+@dataclass
+class SamplingState:
+    """One choice's side of sampling. The next token's position in the output is the length of the output so far."""
+
+    request: Request
+    masked_until_min_tokens: tuple[int, ...]
+    """EOS and stop ids: impossible while the output is shorter than `min_tokens`."""
+    counts: TokenCounts | None = field(default=None)
+
+    @classmethod
+    def of(cls, request: Request, vocab_size: int) -> SamplingState:
+        params = request.sampling_params
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_token_ids))
+        counts = TokenCounts.of_prompt(request.prompt_token_ids, vocab_size) if _has_penalties(params) else None
+        return cls(request, tuple(sorted(stops)) if params.min_tokens else (), counts)
+
+    @property
+    def position(self) -> int:
+        return len(self.request.output_token_ids)
+
+    @property
+    def masked(self) -> bool:
+        return self.position < self.request.sampling_params.min_tokens and bool(self.masked_until_min_tokens)
+
+    @property
+    def plain_greedy(self) -> bool:
+        """The most likely token of the raw logits: no step before it changes them."""
+        params = self.request.sampling_params
+        return params.greedy and not params.logit_bias and self.counts is None and not self.masked
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A drawn token; or, with `error`, the reason why none could be drawn (the token id is then meaningless)."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+
+
+def sample(logits: F32, states: Sequence[SamplingState]) -> list[Sampled]:
+    """One token for each row of `logits` [rows, vocabulary]; row i belongs to states[i]."""
+    greedy_ids = [0] * len(states)
+    plain = np.zeros(len(states), np.bool_)
+    plain[:] = [state.plain_greedy for state in states]
+    if plain.any():
+        ids = logits.argmax(axis=1)
+        plain &= np.isfinite(logits[np.arange(len(states)), ids])
+        greedy_ids = ids.tolist()
+    drawn = []
+    for row, state in enumerate(states):
+        try:
+            token_id = greedy_ids[row] if plain[row] else sample_row(logits[row], state)
+            wanted = state.request.sampling_params.logprobs
+            drawn.append(Sampled(token_id, None if wanted is None else token_logprob(logits[row], token_id, wanted)))
+        except EngineError as error:
+            drawn.append(Sampled(0, error=str(error)))
+    return drawn
+
+
+def sample_row(row: F32, state: SamplingState) -> int:
+    """The next token of one request, from its own logits. Raises EngineError when they hold no number."""
+    params = state.request.sampling_params
+    logits = _finite(row)
+    if params.logit_bias:
+        ids = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
+        logits[ids] += np.fromiter(params.logit_bias.values(), np.float64, len(ids))
+    if state.masked:
+        logits[list(state.masked_until_min_tokens)] = -np.inf
+    if state.counts is not None:
+        state.counts.advance(state.request.output_token_ids)
+        _penalize(logits, state.counts, params)
+    if params.greedy:
+        return int(logits.argmax())
+    logits /= params.temperature
+    logits -= logits.max()
+    kept = _kept(logits, params)
+    cumulative = np.cumsum(np.exp(logits if kept is None else logits[kept]))
+    target = uniform(state.request.seed, state.request.choice, state.position) * cumulative[-1]
+    place = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
+    return place if kept is None else int(kept[place])
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) that depends on its three keys alone: the high 53 bits of the first word of Philox 4x64-10 with key
+    (seed, choice) and counter `position`. NumPy's generator adds one to its counter before its first block."""
+    key = np.array([seed & _MASK64, choice], np.uint64)
+    generator = np.random.Philox(key=key, counter=(position - 1) % 2**256)
+    return (int(generator.random_raw()) >> 11) * 2.0**-53
+
+
+def _finite(row: F32) -> F64:
+    """The row in float64; what is not a number cannot be drawn. Raises EngineError when nothing is left."""
+    logits = row.astype(np.float64)
+    np.copyto(logits, -np.inf, where=np.isnan(logits))
+    np.minimum(logits, np.finfo(np.float32).max, out=logits)
+    if logits.max() == -np.inf:
+        raise EngineError("The model's logits hold no finite number for this request.")
+    return logits
+
+
+def _penalize(logits: F64, counts: TokenCounts, params: SamplingParams) -> None:
+    """Repetition over prompt and output (Keskar et al., CTRL, section 4.1); frequency and presence over the output."""
+    if params.repetition_penalty != 1:
+        seen = np.flatnonzero(counts.in_prompt | (counts.in_output > 0))
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    seen = np.flatnonzero(counts.in_output)
+    logits[seen] -= params.frequency_penalty * counts.in_output[seen] + params.presence_penalty
+
+
+def _kept(logits: F64, params: SamplingParams) -> Ids | None:
+    """Ids that min-p, top-k and top-p leave, ascending; None for all. `logits` are scaled, with a maximum of 0."""
+    kept: Ids | None = None
+    if params.min_p > 0:
+        kept = np.flatnonzero(logits >= np.log(params.min_p))
+    if params.top_k > 0:
+        kept = _narrow(logits, kept, params.top_k)
+    if params.top_p < 1:
+        kept = _nucleus(logits, kept, params.top_p)
+    return kept
+
+
+def _narrow(logits: F64, among: Ids | None, k: int) -> Ids:
+    values = logits if among is None else logits[among]
+    places = np.sort(top_indices(values, k))
+    return places if among is None else among[places]
+
+
+def _nucleus(logits: F64, among: Ids | None, top_p: float) -> Ids:
+    """The fewest of the likeliest tokens whose probabilities reach `top_p`; sorts no more of the vocabulary than it has to."""
+    values = logits if among is None else logits[among]
+    weights = np.exp(values)
+    goal = top_p * weights.sum()
+    size = min(256, len(values))
+    while True:
+        places = top_indices(values, size)
+        reached = np.cumsum(weights[places])
+        if reached[-1] >= goal or size == len(values):
+            break
+        size = min(size * 16, len(values))
+    count = min(int(np.searchsorted(reached, goal, side="left")) + 1, len(places))
+    kept = np.sort(places[:count])
+    return kept if among is None else among[kept]
+
+
+def top_indices(values: F64 | F32, k: int) -> Ids:
+    """Indices of the k largest values, largest first, ties by index: exactly min(k, len(values)) of them."""
+    if k < len(values):
+        threshold = np.partition(values, len(values) - k)[len(values) - k]
+        above = np.flatnonzero(values > threshold)
+        places = np.concatenate([above, np.flatnonzero(values == threshold)[: k - len(above)]])
+    else:
+        places = np.arange(len(values))
+    return places[np.lexsort((places, -values[places]))]
+
+
+def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
+    """Log probability and rank (1: the likeliest) of one token in the model's own distribution, with the `num_top` likeliest."""
+    logits = _finite(row)
+    peak = logits.max()
+    log_total = peak + np.log(np.exp(logits - peak).sum())
+    value = logits[token_id]
+    rank = 1 + int((logits > value).sum()) + int((logits[:token_id] == value).sum())
+    top = top_indices(logits, num_top) if num_top else np.empty(0, np.int64)
+    alternatives = tuple((int(index), float(logits[index] - log_total)) for index in top)
+    return TokenLogprob(token_id, float(value - log_total), rank, alternatives)

@@ -1,0 +1,207 @@
+"""The sampling twin: every parameter has an exact effect, and a draw depends on its row, seed, choice and position alone."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvist.engine.sampler import SamplingState, sample, sample_row, token_logprob, top_indices, uniform
+from kvist.request import Request, SamplingParams
+
+
+def state(params: SamplingParams, *, prompt=(0,), output=(), seed=0, choice=0, eos=frozenset(), vocab=8) -> SamplingState:
+    request = Request("r#0", list(prompt), params, max_tokens=100, eos_token_ids=eos, seed=seed, choice=choice)
+    request.output_token_ids = list(output)
+    return SamplingState.of(request, vocab)
+
+
+def draw(logits, params: SamplingParams, **keywords) -> int:
+    row = np.asarray(logits, np.float32)
+    return sample_row(row, state(params, vocab=len(row), **keywords))
+
+
+def support(logits, params: SamplingParams, draws: int = 300) -> set[int]:
+    row = np.asarray(logits, np.float32)
+    return {sample_row(row, state(params, seed=seed, vocab=len(row))) for seed in range(draws)}
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def test_greedy_takes_the_largest_and_the_lowest_id_of_a_tie():
+    assert draw([0, 3, 1, 3], GREEDY) == 1
+    assert [one.token_id for one in sample(np.float32([[0, 3, 1, 3], [5, 0, 5, 0]]), [state(GREEDY), state(GREEDY)])] == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-4])
+def test_tiny_temperatures_mean_greedy(temperature):
+    params = SamplingParams(temperature=temperature)
+    assert support([0, 2.9, 1, 3], params, draws=50) == {3}
+
+
+def test_tiny_top_p_means_greedy():
+    assert support([0, 2, 1, 3], SamplingParams(top_p=0.0001), draws=50) == {3}
+
+
+def test_temperature_one_follows_the_distribution():
+    probabilities = np.array([0.1, 0.2, 0.3, 0.4])
+    row, n = np.log(probabilities).astype(np.float32), 4000
+    counts = np.bincount([sample_row(row, state(SamplingParams(), seed=seed)) for seed in range(n)], minlength=4)
+    assert np.abs(counts / n - probabilities).max() < 0.02
+
+
+def test_temperature_sharpens():
+    row, n = np.log([0.2, 0.8]).astype(np.float32), 2000
+    ones = sum(sample_row(row, state(SamplingParams(temperature=0.5), seed=seed, vocab=2)) for seed in range(n))
+    assert abs(ones / n - 0.64 / 0.68) < 0.02
+
+
+def test_inverse_cdf_in_order_of_ids():
+    """The drawn token is the first whose cumulative probability passes the uniform number."""
+    probabilities = np.array([0.1, 0.2, 0.3, 0.4])
+    row = np.log(probabilities).astype(np.float32)
+    for seed in range(100):
+        expected = int(np.searchsorted(np.cumsum(probabilities), uniform(seed, 3, 5), side="right"))
+        assert sample_row(row, state(SamplingParams(), seed=seed, choice=3, output=[0] * 5)) == expected
+
+
+def test_top_k_keeps_exactly_k_ties_by_id():
+    assert support([1, 3, 3, 3, 0], SamplingParams(top_k=2)) == {1, 2}
+    assert support([1, 3, 3, 3, 0], SamplingParams(top_k=4)) == {0, 1, 2, 3}
+    assert support([1, 3, 3, 3, 0], SamplingParams(top_k=99)) == {0, 1, 2, 3, 4}
+
+
+def test_top_p_keeps_the_fewest_that_reach_it():
+    row = np.log([0.5, 0.3, 0.15, 0.05])
+    assert support(row, SamplingParams(top_p=0.49)) == {0}
+    assert support(row, SamplingParams(top_p=0.6)) == {0, 1}
+    assert support(row, SamplingParams(top_p=0.81)) == {0, 1, 2}
+
+
+def test_top_p_counts_what_top_k_left():
+    """Of [0.5, 0.3] the first has 0.625 of the weight."""
+    row = np.log([0.5, 0.3, 0.15, 0.05])
+    assert support(row, SamplingParams(top_k=2, top_p=0.6)) == {0}
+    assert support(row, SamplingParams(top_k=2, top_p=0.7)) == {0, 1}
+
+
+def test_top_p_beyond_the_first_slice_of_a_flat_vocabulary():
+    row = np.zeros(3000, np.float32)
+    drawn = {sample_row(row, state(SamplingParams(top_p=0.5), seed=seed, vocab=3000)) for seed in range(300)}
+    assert max(drawn) < 1500
+    assert max(drawn) > 1400
+
+
+def test_min_p_is_relative_to_the_likeliest():
+    row = np.log([0.5, 0.3, 0.15, 0.05])
+    assert support(row, SamplingParams(min_p=0.5)) == {0, 1}
+    assert support(row, SamplingParams(min_p=0.25)) == {0, 1, 2}
+
+
+def test_repetition_penalty_over_prompt_and_output():
+    params = SamplingParams(temperature=0, repetition_penalty=2.0)
+    assert draw([4, 3, 1, 0], params, prompt=[0]) == 1
+    assert draw([4, 3, 2.1, 0], params, prompt=[0], output=[1]) == 2
+    assert draw([-1, -1.5, -9, -9], params, prompt=[0]) == 1, "a negative logit is multiplied"
+
+
+def test_presence_and_frequency_penalties_over_the_output_only():
+    assert draw([4, 3.5, 0, 0], SamplingParams(temperature=0, presence_penalty=1.0), prompt=[0, 0]) == 0
+    assert draw([4, 3.5, 0, 0], SamplingParams(temperature=0, presence_penalty=1.0), output=[0, 0, 0]) == 1
+    assert draw([4, 2.5, 0, 0], SamplingParams(temperature=0, presence_penalty=1.0), output=[0, 0, 0]) == 0, "once, however often"
+    assert draw([4, 2.5, 0, 0], SamplingParams(temperature=0, frequency_penalty=1.0), output=[0]) == 0
+    assert draw([4, 2.5, 0, 0], SamplingParams(temperature=0, frequency_penalty=1.0), output=[0, 0]) == 1
+
+
+def test_penalties_follow_the_growing_output():
+    params = SamplingParams(temperature=0, frequency_penalty=1.0)
+    one = state(params)
+    drawn = []
+    for _ in range(4):
+        drawn.append(sample_row(np.float32([2, 1.5, 0, -9]), one))
+        one.request.output_token_ids.append(drawn[-1])
+    assert drawn == [0, 1, 0, 1]
+
+
+def test_logit_bias():
+    assert draw([4, 3, 0, 0], SamplingParams(temperature=0, logit_bias={2: 10.0})) == 2
+    assert draw([4, 3, 0, 0], SamplingParams(temperature=0, logit_bias={0: -100})) == 1
+
+
+def test_min_tokens_masks_eos_and_stop_ids_until_then():
+    params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(1,))
+    for output, expected in (([], 2), ([5], 2), ([5, 5], 0)):
+        assert draw([9, 8, 7, 0], params, eos=frozenset({0}), output=output) == expected
+    ignoring = SamplingParams(temperature=0, min_tokens=2, ignore_eos=True)
+    assert draw([9, 8, 7, 0], ignoring, eos=frozenset({0})) == 0
+
+
+def test_nan_is_never_drawn():
+    assert draw([math.nan, 1, 2, math.nan], GREEDY) == 2
+    assert support([math.nan, 1, 1, -math.inf], SamplingParams(), draws=50) == {1, 2}
+    assert draw([math.inf, 1, 2, 3], SamplingParams()) == 0
+
+
+def test_a_row_without_a_number_fails_alone():
+    rows = np.float32([[0, 1, 2, 3], [math.nan] * 4, [-math.inf] * 4, [3, 2, 1, 0]])
+    for params in (GREEDY, SamplingParams(top_k=1)):
+        drawn = sample(rows, [state(params) for _ in range(4)])
+        assert [one.token_id for one in drawn if one.error is None] == [3, 0]
+        assert [one.error is None for one in drawn] == [True, False, False, True]
+
+
+def test_a_draw_depends_on_seed_choice_and_position():
+    keys = [(seed, choice, position) for seed in (0, 1, -1, 2**64 - 1, 2**63) for choice in (0, 1) for position in (0, 1)]
+    values = {key: uniform(*key) for key in keys}
+    assert all(0 <= value < 1 for value in values.values())
+    assert values[(-1, 0, 0)] == values[(2**64 - 1, 0, 0)]
+    assert len(set(values.values())) == len(keys) - 4
+    assert uniform(7, 0, 3) == uniform(7, 0, 3)
+
+
+def test_uniform_is_philox_as_published():
+    """The generator is part of a seed's meaning. The word is the known answer of Random123 for counter 0 and key 0."""
+    assert uniform(0, 0, 0) == (0x16554D9ECA36314C >> 11) * 2.0**-53
+    assert [uniform(1, 0, 0), uniform(1, 2, 3)] == UNIFORMS
+
+
+UNIFORMS = [0.794901327418393, 0.6378219684004002]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_rows_do_not_depend_on_the_batch(seed, size):
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(size, 50)).astype(np.float32)
+    kinds = [SamplingParams(top_p=0.9), SamplingParams(temperature=0), SamplingParams(top_k=5, logprobs=2), SamplingParams(min_p=0.1)]
+    params = [kinds[i] for i in rng.integers(0, len(kinds), size)]
+    together = sample(rows, [state(p, seed=i, vocab=50) for i, p in enumerate(params)])
+    alone = [sample(rows[i : i + 1], [state(p, seed=i, vocab=50)])[0] for i, p in enumerate(params)]
+    assert together == alone
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    probabilities = np.array([0.1, 0.4, 0.2, 0.3])
+    params = SamplingParams(temperature=0, logit_bias={0: 50.0}, logprobs=2)
+    (drawn,) = sample(np.log(probabilities)[None].astype(np.float32), [state(params, vocab=4)])
+    assert drawn.token_id == 0
+    assert drawn.logprob is not None
+    assert (drawn.logprob.token_id, drawn.logprob.rank) == (0, 4)
+    assert drawn.logprob.logprob == pytest.approx(math.log(0.1), abs=1e-6)
+    assert [token for token, _ in drawn.logprob.top] == [1, 3]
+    assert [value for _, value in drawn.logprob.top] == pytest.approx([math.log(0.4), math.log(0.3)], abs=1e-6)
+
+
+def test_ranks_of_ties_go_by_id():
+    row = np.float32([1, 2, 2, 0])
+    assert [token_logprob(row, token, 0).rank for token in range(4)] == [3, 1, 2, 4]
+    assert token_logprob(row, 2, 0).top == ()
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 45))
+def test_top_indices_are_a_stable_sort(values, k):
+    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
+    assert top_indices(np.array(values, np.float64), k).tolist() == expected
