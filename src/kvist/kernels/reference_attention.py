@@ -101,6 +101,7 @@ def _heads(qkv: F32, params: AttentionParams) -> tuple[F32, F32, F32]:
     return heads[:, :first], heads[:, first:second], heads[:, second:]
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def rope_write(batch: ForwardBatch, attention: ReferenceAttention, qkv: F32) -> None:
     """Rotary embedding (Su et al. 2021) of q and k in place, after their norms if any; then k and v are written to the cache."""
     params = attention.params

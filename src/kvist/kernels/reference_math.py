@@ -37,6 +37,7 @@ def lane_sum(values: F32) -> F32:
     return lanes[..., 0]
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def rms_norm(x: F32, weight: F32, eps: float) -> F32:
     """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019)."""
     mean = lane_sum(x * x) / np.float32(x.shape[-1])
