@@ -1,0 +1,118 @@
+"""A request's body: read within a size, checked for depth, parsed as JSON. What is wrong is a 400, 408 or 413, never a 500.
+
+Knows no fields. `NaN`, `Infinity` and `1e999` pass as floats, so that the field that holds one is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from kvist.errors import InvalidRequestError
+from kvist.server.failures import Refusal
+
+MAX_DEPTH = 64
+READ_SECONDS = 60.0
+DISCARD_SECONDS = 1.0
+SMALL_BODY = 64 * 1024
+"""Bodies up to this size are parsed at once; larger ones in a thread, so that others' streams go on."""
+
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+
+
+async def read_json(request: Request, limit: int) -> dict[str, Any]:
+    """The body's JSON object. Raises InvalidRequestError (malformed), Refusal (413, 408) and ClientDisconnect."""
+    body = await _read(request, limit)
+    value = parse(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(parse, body)
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"The body must be a JSON object, not {_kind(value)}.")
+    return value
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    too_large = Refusal(
+        413,
+        f"The body is larger than the {limit} bytes that this server accepts.",
+        code="request_too_large",
+        headers={"connection": "close"},
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        if request.headers.get("expect", "").lower() != "100-continue":
+            await _discard(request)
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    parts.clear()
+                    break
+                parts.append(chunk)
+    except TimeoutError:
+        raise Refusal(408, "The body did not arrive in time.", code="timeout", headers={"connection": "close"}) from None
+    if size > limit:
+        await _discard(request)
+        raise too_large
+    return b"".join(parts)
+
+
+async def _discard(request: Request) -> None:
+    """Read on for a moment without keeping anything: most clients look for an answer only after they have sent it all."""
+    try:
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while (message := await request.receive())["type"] == "http.request":
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+    raise ClientDisconnect
+
+
+def parse(body: bytes) -> Any:
+    """JSON from bytes. Raises InvalidRequestError for what is not UTF-8, not JSON, too deep, or text that UTF-8 cannot hold."""
+    _check_depth(body)
+    try:
+        text = body.decode("utf-8")
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"The body is not UTF-8 text (byte {error.start}).") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequestError("The body is not JSON that can be read: a number has too many digits.") from None
+    if "\\ud" in text or "\\uD" in text:
+        _check_surrogates(value)
+    return value
+
+
+def _check_depth(body: bytes) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(body):
+        mark = match.group()
+        if mark in (b"[", b"{"):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise InvalidRequestError(f"The body nests deeper than {MAX_DEPTH} levels.")
+        elif mark in (b"]", b"}"):
+            depth -= 1
+
+
+def _check_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequestError("The body holds half a surrogate pair (\\ud800 to \\udfff alone), which is not text.") from None
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

@@ -1,0 +1,179 @@
+"""`POST /v1/chat/completions`: messages in, chunks or an answer out.
+
+Knows OpenAI's messages and chunks. Templates run in the engine's worker thread; what a template makes of roles is its own affair.
+`developer` is the newer word for `system`, and templates know only the older one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvist.errors import InvalidRequestError
+from kvist.request import OutputDelta, TokenLogprob
+from kvist.server.body import read_json
+from kvist.server.generation import Collected, Job
+from kvist.server.logprobs import TokenLabels, chat_entries
+from kvist.server.protocol import ChatRequest, parse_request
+from kvist.server.state import ServerState, state_of
+from kvist.server.streaming import GenerationResponse, Plan, dumps
+
+router = APIRouter()
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content"})
+UNUSED_MESSAGE_FIELDS = frozenset({"annotations"})
+TEMPLATE_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template"})
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    """OpenAI's chat completions."""
+    state = state_of(request)
+    with state.metrics.begin("chat") as record:
+        body = parse_request(ChatRequest, await read_json(request, state.options.max_body_bytes))
+        return GenerationResponse(state.engine, await plan_chat(state, body), record)
+
+
+async def plan_chat(state: ServerState, body: ChatRequest) -> Plan:
+    """What to run for a request. Raises InvalidRequestError and Refusal."""
+    model = state.check_model(body.model)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.sampling(state.engine.config.model.vocab_size, max_tokens=body.budget, logprobs=logprobs)
+    if state.engine.chat_template is None:
+        raise InvalidRequestError("This model has no chat template; use /v1/completions.", param="messages")
+    for name in body.chat_template_kwargs:
+        if name in TEMPLATE_ARGUMENTS:
+            raise InvalidRequestError(f"chat_template_kwargs cannot hold {name}.", param=f"chat_template_kwargs.{name}")
+    messages = messages_of(body.messages)
+    add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    token_ids = await state.engine.render_chat(
+        messages,
+        add_generation_prompt=add_prompt,
+        continue_final_message=body.continue_final_message,
+        **body.chat_template_kwargs,
+    )
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    job = Job(request_id, token_ids, params, body.cache_salt or "")
+    form = ChatFormat(request_id, model, state.engine.config.profile, state.labels, body)
+    return Plan((job,), form, body.stream, body.include_usage)
+
+
+def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates take them: text content, parsed tool arguments. Raises InvalidRequestError naming the place."""
+    if not messages:
+        raise InvalidRequestError("messages must hold at least one message.", param="messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    given = {name: value for name, value in message.items() if value is not None and name not in UNUSED_MESSAGE_FIELDS}
+    for name in given:
+        if name not in MESSAGE_FIELDS:
+            raise InvalidRequestError(
+                f"{place}.{name} is not a field that this server knows; leave it out.", param=f"{place}.{name}"
+            )
+    role = given.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequestError(f"{place}.role must be one of {', '.join(sorted(ROLES))}.", param=f"{place}.role")
+    for name in ("name", "tool_call_id", "refusal", "reasoning_content"):
+        if not isinstance(given.get(name, ""), str):
+            raise InvalidRequestError(f"{place}.{name} must be a string.", param=f"{place}.{name}")
+    if "content" not in given and not (role == "assistant" and ("tool_calls" in given or "refusal" in given)):
+        raise InvalidRequestError(f"{place}.content is missing.", param=f"{place}.content")
+    given["role"] = "system" if role == "developer" else role
+    given["content"] = _content(given.get("content", ""), f"{place}.content")
+    if "tool_calls" in given:
+        if role != "assistant" or not isinstance(given["tool_calls"], list):
+            raise InvalidRequestError(f"{place}.tool_calls must be a list in an assistant message.", param=f"{place}.tool_calls")
+        given["tool_calls"] = [_tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(given["tool_calls"])]
+    return given
+
+
+def _content(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{place} must be a string or a list of text parts.", param=place)
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise InvalidRequestError(f"{place}[{i}] must be a part of type text, not {kind!r}.", param=f"{place}[{i}]")
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{place}[{i}].text must be a string.", param=f"{place}[{i}].text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_call(call: Any, place: str) -> dict[str, Any]:
+    """A call of an earlier turn; templates take its arguments as an object, clients send them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"{place}.function must be an object with a name.", param=f"{place}.function")
+    arguments = function.get("arguments", "{}")
+    try:
+        parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise InvalidRequestError(
+            f"{place}.function.arguments must be the text of a JSON object.", param=f"{place}.function.arguments"
+        )
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+class ChatFormat:
+    """Chat chunks and answers. The constant parts of a chunk are made once; a token costs one string join."""
+
+    prompt_param = "messages"
+
+    def __init__(self, request_id: str, model: str, profile: str, labels: TokenLabels, body: ChatRequest) -> None:
+        self._common = {"id": request_id, "created": int(time.time()), "model": model, "system_fingerprint": profile}
+        self._chunk = {"object": "chat.completion.chunk", **self._common}
+        self._head = dumps(self._chunk)[:-1] + ',"choices":[{"index":'
+        self._tail = '}],"usage":null}' if body.include_usage else "}]}"
+        self._labels = labels
+        self._logprobs = body.logprobs
+        self._started: set[int] = set()
+
+    def events(self, choice: int, delta: OutputDelta) -> Iterator[str]:
+        head = f"{self._head}{choice}"
+        if choice not in self._started:
+            self._started.add(choice)
+            yield f'{head},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null{self._tail}'
+        if delta.text or delta.logprobs:
+            logprobs = dumps(self._content_logprobs(delta.logprobs or ())) if self._logprobs else "null"
+            yield f'{head},"delta":{{"content":{dumps(delta.text)}}},"logprobs":{logprobs},"finish_reason":null{self._tail}'
+        if delta.finish_reason is not None:
+            end = f'"finish_reason":{dumps(delta.finish_reason)},"stop_reason":{dumps(delta.stop_reason)}'
+            yield f'{head},"delta":{{}},"logprobs":null,{end}{self._tail}'
+
+    def usage_event(self, usage: dict[str, Any]) -> str:
+        return dumps({**self._chunk, "choices": [], "usage": usage})
+
+    def answer(self, choices: list[Collected], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "object": "chat.completion",
+            **self._common,
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": self._content_logprobs(choice.logprobs) if self._logprobs else None,
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage,
+        }
+
+    def _content_logprobs(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+        return {"content": chat_entries(self._labels, list(logprobs)), "refusal": None}

@@ -1,0 +1,181 @@
+"""From jobs to deltas: runs a request's prompts on the engine, merges what they say and watches whether the client is still there.
+
+Knows the engine's deltas and ASGI's `receive`, no JSON. Invariants: leaving `deltas` early closes every generator (which aborts the
+engine's requests); a choice's deltas keep their order; the choices of prompt i are i * n .. i * n + n - 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from kvist.errors import EngineError, EngineStoppedError
+from kvist.request import OutputDelta, SamplingParams, TokenLogprob
+from kvist.server.client import EngineClient
+
+T = TypeVar("T")
+Batch = list[tuple[int, OutputDelta]]
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt of a request."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str = ""
+    text: str = ""
+    """What `echo` shows of the prompt."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Token counts of one request, as `usage` has them: a prompt counts once, whatever `n` is, with its first choice's hit."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    _generated: dict[int, int] = field(default_factory=dict)
+
+    def add(self, choice: int, delta: OutputDelta) -> None:
+        count = self._generated.get(choice, 0) + len(delta.token_ids)
+        if delta.usage is not None:
+            count = delta.usage.num_output_tokens
+            if delta.index == 0:
+                self.cached_tokens += delta.usage.num_cached_tokens
+        self._generated[choice] = count
+
+    def usage(self) -> dict[str, Any]:
+        completion_tokens = sum(self._generated.values())
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class Collected:
+    """One choice of an answer that is not streamed."""
+
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        self.parts.append(delta.text)
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+async def deltas(engine: EngineClient, jobs: Sequence[Job]) -> AsyncGenerator[Batch, None]:
+    """What the engine says, per wake-up, with choice indices. Raises what the engine raises, and EngineError for a failed choice."""
+    source = _one(engine, jobs[0], 0) if len(jobs) == 1 else _many(engine, jobs)
+    try:
+        async for batch in source:
+            for _, delta in batch:
+                if delta.finish_reason == "error":
+                    raise EngineError(delta.error or "The engine failed on this request.")
+                if delta.finish_reason == "abort":
+                    raise EngineStoppedError("The request was aborted because the server is shutting down.")
+            yield batch
+    finally:
+        await _close(source)
+
+
+async def _one(engine: EngineClient, job: Job, first_index: int) -> AsyncGenerator[Batch, None]:
+    source = engine.generate(job.request_id, job.token_ids, job.params, cache_salt=job.cache_salt)
+    try:
+        async for items in source:
+            yield [(first_index + delta.index, delta) for delta in items]
+    finally:
+        await _close(source)
+
+
+async def _many(engine: EngineClient, jobs: Sequence[Job]) -> AsyncGenerator[Batch, None]:
+    """Several prompts at once, each pumped by a task of its own; None in the queue says that one is done."""
+    queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue()
+
+    async def pump(job: Job, first_index: int) -> None:
+        source = _one(engine, job, first_index)
+        try:
+            async for batch in source:
+                queue.put_nowait(batch)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+        finally:
+            await _close(source)
+
+    tasks = [asyncio.create_task(pump(job, i * job.params.n)) for i, job in enumerate(jobs)]
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            joined: Batch = []
+            while True:
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    joined += item
+                if queue.empty():
+                    break
+                item = queue.get_nowait()
+            if joined:
+                yield joined
+    finally:
+        await _cancel(tasks)
+
+
+async def _close(source: AsyncIterator[Any]) -> None:
+    close = getattr(source, "aclose", None)
+    if close is not None:
+        await close()
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away first. Raises ClientGone then.
+
+    The request's body must have been read: what `receive` says next can only be that the connection ended.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel((task, watch))
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,238 @@
+"""Request bodies: every field of OpenAI's chat and completions requests is honoured, or refused by name with a 400.
+
+Knows the fields' types and neutral values; ranges of sampling values are `SamplingParams`' own. `null` means "not given", as with
+OpenAI. Wrong types are never converted: `"temperature": "0.5"` is a mistake, not a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvist.errors import InvalidRequestError
+from kvist.request import MAX_LOGPROBS, SamplingParams
+
+MAX_PROMPTS = 1024
+
+HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Fields that describe the caller and change no answer; accepted and not used."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's that kvist does not offer, with the values that ask for nothing."""
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+    @model_validator(mode="after")
+    def _offered(self) -> Self:
+        if self.include_obfuscation:
+            raise InvalidRequestError(
+                "stream_options.include_obfuscation is not offered; leave it out.", param="stream_options.include_obfuscation"
+            )
+        return self
+
+
+class GenerationRequest(BaseModel):
+    """What both routes take."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    n: int = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream to be true.", param="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(
+        self, vocab_size: int, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """The request as SamplingParams. Raises InvalidRequestError naming the field."""
+        return SamplingParams(
+            n=self.n,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_bias(self.logit_bias, vocab_size),
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            seed=self.seed,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class ChatRequest(GenerationRequest):
+    """`POST /v1/chat/completions`. Without a budget an answer runs to its end or to the end of the context."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other; give one of them.",
+                param="continue_final_message",
+            )
+        return self
+
+    @property
+    def budget(self) -> int | None:
+        """The newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`. `max_tokens` 0 scores the prompt (with `echo` and `logprobs`)."""
+
+    prompt: Any
+    max_tokens: int = Field(default=16, ge=0)
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> Self:
+        if self.best_of is not None and self.best_of != self.n:
+            raise InvalidRequestError("best_of other than n is not offered; leave it out.", param="best_of")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt, text or token ids. Raises InvalidRequestError."""
+        value = self.prompt
+        if isinstance(value, str):
+            return [value]
+        wrong = InvalidRequestError(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, none of them empty.",
+            param="prompt",
+        )
+        if not isinstance(value, list) or not value:
+            raise wrong
+        if _all_ids(value):
+            return [value]
+        if not (all(isinstance(item, str) for item in value) or all(isinstance(item, list) and _all_ids(item) for item in value)):
+            raise wrong
+        if len(value) > MAX_PROMPTS:
+            raise InvalidRequestError(f"prompt takes at most {MAX_PROMPTS} prompts, not {len(value)}.", param="prompt")
+        return value
+
+
+def _all_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    result = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise InvalidRequestError(
+                f"logit_bias: {key[:40]!r} is not a token id of this model (0 to {vocab_size - 1}).", param="logit_bias"
+            )
+        result[int(key)] = value
+    return result
+
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def parse_request(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
+    """A body as a request. Raises InvalidRequestError naming the first field that is wrong, unknown or not offered."""
+    fields = {}
+    for name, value in body.items():
+        if value is None or name in HARMLESS:
+            continue
+        if name in NEUTRAL:
+            if not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL[name]):
+                raise InvalidRequestError(f"{name} with this value is not offered by this server; leave it out.", param=name)
+            continue
+        fields[name] = value
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> InvalidRequestError:
+    """The first mistake, in a sentence."""
+    first = error.errors(include_url=False)[0]
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, InvalidRequestError):
+        return own
+    param = ".".join(str(part) for part in first["loc"])
+    match first["type"]:
+        case "missing":
+            message = f"{param} is missing."
+        case "extra_forbidden":
+            message = f"{param} is not a field that this server knows; leave it out."
+        case _ if first["loc"][0] == "stop":
+            param, message = "stop", "stop must be a string or a list of strings."
+        case _:
+            message = f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}."
+    return InvalidRequestError(message, param=param)

@@ -1,0 +1,302 @@
+"""A small deterministic engine, and a server on a real socket around any engine: what the HTTP tests stand on.
+
+The fake's tokens are bytes (id = byte + 3; 0 ends, 1 begins, 2 ends a turn), its answer is a function of the prompt's ids alone, and
+it keeps the engine's promises: admission by the engine's own rules, stop strings that no delta shows, whole characters, one last
+delta a choice, a request aborted when its reader leaves. `hold()` stops it between tokens until `release()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import socket
+import threading
+import zlib
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from kvist.config import EngineConfig, ModelConfig
+from kvist.engine.admission import check_request
+from kvist.errors import EngineStoppedError
+from kvist.kv.spec import KVGroup, KVSpec
+from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
+from kvist.server.app import create_app
+from kvist.server.client import EngineClient
+from kvist.server.run import address_of, bind
+from kvist.server.state import ServerOptions
+
+EOS, BOS, TURN, FIRST_BYTE = 0, 1, 2, 3
+VOCAB = FIRST_BYTE + 256
+SPECIALS = {EOS: b"<eos>", BOS: b"<bos>", TURN: b"<turn>"}
+
+
+@dataclass(frozen=True)
+class FakeTokenizer:
+    add_bos: bool = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids = [FIRST_BYTE + byte for byte in text.encode()]
+        return [BOS, *ids] if add_special_tokens and self.add_bos else ids
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
+        shown = [self.token_bytes(i) for i in ids if i >= FIRST_BYTE or not skip_special_tokens]
+        return b"".join(shown).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return SPECIALS.get(token_id) or bytes([token_id - FIRST_BYTE])
+
+
+def config(*, max_model_len: int = 512, pool_tokens: int = 4096, max_num_seqs: int = 64) -> EngineConfig:
+    model = ModelConfig("llama", VOCAB, 64, 2, 4, 2, 16, 128, max_model_len)
+    return EngineConfig(
+        model=model,
+        spec=KVSpec(2, 16, "f32", 16, (KVGroup((0, 1), None),)),
+        served_model_name="fake",
+        dtype="auto",
+        quantization=None,
+        max_model_len=max_model_len,
+        num_kv_blocks=pool_tokens // 16,
+        pool_tokens=pool_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+        use_cache=True,
+        watermark=0.0,
+        isa="numpy",
+        profile="fake-profile",
+        num_threads=1,
+        seed=0,
+    )
+
+
+def answer_ids(prompt_token_ids: list[int], choice: int) -> list[int]:
+    """The fake's answer, EOS included: a sentence with characters of 1, 2, 3 and 4 bytes that depends on the prompt."""
+    mark = zlib.crc32(repr((prompt_token_ids, choice)).encode())
+    text = f" Twig {mark % 1000}: caché 漢字 😀🧪 and {mark:08x} leaves."
+    return [*(FIRST_BYTE + byte for byte in text.encode()), EOS]
+
+
+def logprob_of(token_id: int, num_top: int) -> TokenLogprob:
+    own = -(token_id % 7) / 8 - 0.125
+    top = tuple(((token_id + 1 + i) % VOCAB, -0.0625 * (i + 1)) for i in range(num_top))
+    return TokenLogprob(token_id, own, 1, top)
+
+
+@dataclass(frozen=True)
+class FakeSnapshot:
+    num_running: int
+    num_waiting: int
+    blocks_by_state: Mapping[str, int]
+    prompt_tokens_by_source: Mapping[str, int]
+    generated_tokens: int
+    preemptions: int
+    steps: int
+    step_seconds: float
+
+
+@dataclass
+class FakeEngine:
+    config: EngineConfig = field(default_factory=config)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    chat_template: object | None = "fake"
+    health: str | None = "The engine is not started."
+    fail_after: int | None = None
+    """Choices end with an error after this many tokens."""
+    tokens_per_delta: int = 1
+    running: int = 0
+    waiting: int = 0
+    generated: int = 0
+    started: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    salts: list[str] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    template_arguments: list[dict[str, Any]] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=lambda: {"computed": 0, "prefix_hit": 0})
+
+    def __post_init__(self) -> None:
+        self._prefixes: set[tuple[int, ...]] = set()
+        self._stopped = False
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._slots = asyncio.Semaphore(self.config.max_num_seqs)
+        self.health = None
+
+    async def shutdown(self) -> None:
+        self._stopped = True
+        self.health = "The engine is shut down."
+
+    def hold(self) -> None:
+        self._loop.call_soon_threadsafe(self._gate.clear)
+
+    def release(self) -> None:
+        self._loop.call_soon_threadsafe(self._gate.set)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def render_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        self.template_arguments.append(kwargs)
+        ids: list[int] = [BOS] if self.tokenizer.add_bos else []
+        for message in messages:
+            ids += [*self.tokenizer.encode(f"{message['role']}:{message['content']}", add_special_tokens=False), TURN]
+        if kwargs.get("continue_final_message"):
+            ids.pop()
+        if kwargs.get("add_generation_prompt"):
+            ids += self.tokenizer.encode("assistant:", add_special_tokens=False)
+        return ids
+
+    def snapshot(self) -> FakeSnapshot:
+        blocks = {"free": self.config.num_kv_blocks - self.running, "cached": 0, "live": self.running}
+        return FakeSnapshot(self.running, self.waiting, blocks, dict(self.sources), self.generated, 0, self.generated, 0.5)
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, cache_salt: str = ""
+    ) -> AsyncGenerator[list[OutputDelta], None]:
+        budget = check_request(self.config, prompt_token_ids, params)
+        if self._stopped:
+            raise EngineStoppedError("The engine is shut down.")
+        self.started.append(request_id)
+        self.salts.append(cache_salt)
+        self.prompts.append(prompt_token_ids)
+        finished = False
+        state = "waiting"
+        self.waiting += 1
+        try:
+            async with self._slots:
+                self.waiting -= 1
+                self.running += 1
+                state = "running"
+                cached = self._look_up(prompt_token_ids, params)
+                pending = [list(self._deltas(request_id, prompt_token_ids, params, i, budget, cached)) for i in range(params.n)]
+                for step in range(max(len(deltas) for deltas in pending)):
+                    await asyncio.sleep(0)
+                    await self._gate.wait()
+                    now = [deltas[step] for deltas in pending if step < len(deltas)]
+                    self.generated += sum(len(delta.token_ids) for delta in now)
+                    finished = step + 1 == max(len(deltas) for deltas in pending)
+                    yield now
+        finally:
+            if state == "waiting":
+                self.waiting -= 1
+            else:
+                self.running -= 1
+            if not finished:
+                self.aborted.append(request_id)
+
+    def _look_up(self, ids: list[int], params: SamplingParams) -> int:
+        """Tokens found by prefix, block by block; the last token is always computed."""
+        cached = 0
+        if params.prompt_logprobs is None:
+            while cached + 16 < len(ids) and tuple(ids[: cached + 16]) in self._prefixes:
+                cached += 16
+        self._prefixes.update(tuple(ids[:end]) for end in range(16, len(ids) + 1, 16))
+        self.sources["prefix_hit"] += cached
+        self.sources["computed"] += len(ids) - cached
+        return cached
+
+    def _deltas(
+        self, request_id: str, prompt: list[int], params: SamplingParams, choice: int, budget: int, cached: int
+    ) -> Iterator[OutputDelta]:
+        ids = answer_ids(prompt, choice)
+        if params.ignore_eos:
+            ids = (ids[:-1] * (budget // len(ids) + 2))[: budget + 1]
+        reason, ids = ("stop", ids) if len(ids) <= budget else ("length", ids[:budget])
+        whole = codecs.getincrementaldecoder("utf-8")().decode(b"".join(bytes([i - FIRST_BYTE]) for i in ids if i >= FIRST_BYTE))
+        found = [(whole.find(stop), stop) for stop in params.stop if stop in whole]
+        cut, stop_reason = min(found) if found else (len(whole), None)
+        limit = cut + (len(stop_reason) if stop_reason and params.include_stop_str_in_output else 0)
+        decoder, shown, count = codecs.getincrementaldecoder("utf-8")(), "", 0
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = (None, *(logprob_of(i, params.prompt_logprobs) for i in prompt[1:]))
+        usage = RequestUsage(len(prompt), cached, 0)
+        if not ids:
+            yield OutputDelta(request_id, choice, "", (), None, scores, "length", None, usage)
+            return
+        width = self.tokens_per_delta
+        for start in range(0, len(ids), width):
+            part = ids[start : start + width]
+            count += len(part)
+            if self.fail_after is not None and count > self.fail_after:
+                yield OutputDelta(
+                    request_id, choice, "", (), finish_reason="error", usage=usage, error="The engine failed: a twig broke."
+                )
+                return
+            before = len(shown)
+            shown += decoder.decode(b"".join(bytes([i - FIRST_BYTE]) for i in part if i >= FIRST_BYTE))
+            over = stop_reason is not None and len(shown) >= cut + len(stop_reason)
+            last = over or start + width >= len(ids)
+            yield OutputDelta(
+                request_id,
+                choice,
+                shown[before : max(before, limit if over else min(len(shown), cut))],
+                tuple(part),
+                None if params.logprobs is None else tuple(logprob_of(i, params.logprobs) for i in part),
+                scores,
+                ("stop" if over else reason) if last else None,  # type: ignore[arg-type]
+                stop_reason if over else None,
+                RequestUsage(len(prompt), cached, count) if last else None,
+            )
+            scores = None
+            if last:
+                return
+
+
+class ServerThread:
+    """uvicorn in a thread, on a free port of 127.0.0.1."""
+
+    def __init__(self, engine: EngineClient, options: ServerOptions | None = None) -> None:
+        self.engine = engine
+        self.listener = bind("127.0.0.1", 0)
+        self.url = address_of(self.listener)
+        self.port: int = self.listener.getsockname()[1]
+        self.app = create_app(engine, options)
+        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="critical", access_log=False, lifespan="on"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]}, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive(), "the server did not start"
+            self._thread.join(0.005)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.listener.close()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+
+@contextmanager
+def serving(engine: EngineClient, options: ServerOptions | None = None) -> Iterator[ServerThread]:
+    thread = ServerThread(engine, options)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.stop()
+
+
+def fake_of(server: ServerThread) -> FakeEngine:
+    assert isinstance(server.engine, FakeEngine)
+    return server.engine
+
+
+def wait_until(condition: Any, what: str) -> None:
+    """Wait for an event that must come; how long it takes is no outcome."""
+    pause = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"never happened: {what}")
