@@ -55,7 +55,7 @@ def _start_once(options: EngineOptions) -> tuple[float, dict[str, Any]]:
     _, complaint = process.communicate()
     if process.returncode or not line:
         reason = complaint.strip().splitlines()[-1:] or ["it said nothing"]
-        raise EngineError(f"The process that measures the start failed with status {process.returncode}: {reason[0]}")
+        raise EngineError(f"The process that measures the start failed: {reason[0]}")
     return elapsed, json.loads(line)
 
 

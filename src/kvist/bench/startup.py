@@ -17,9 +17,13 @@ def main() -> None:
     """Report milliseconds of import and load, and the peak of resident memory in bytes, right after the first token."""
     start = time.perf_counter()
     from kvist import LLM, SamplingParams
+    from kvist.errors import KvistError
 
     imported = time.perf_counter()
-    llm = LLM(**json.loads(sys.argv[1]))
+    try:
+        llm = LLM(**json.loads(sys.argv[1]))
+    except KvistError as error:
+        sys.exit(str(error))
     loaded = time.perf_counter()
     output = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     import resource

@@ -1,12 +1,11 @@
 """`kvist doctor`: what this machine offers, which kernels run on it, what is here already, and what to do about what is missing.
 
 It gathers facts and says what follows from them; it changes nothing. Exit status 1 when no native kernels can run, since everything
-else still works then, only many times slower. It knows no kernels: which builds can run is the engine's answer.
+else still works then, only many times slower. Which builds can run is the kernels' answer.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 from typing import Annotated, Any
@@ -18,25 +17,20 @@ from kvist.bench.machine import machine_facts, read_bandwidth
 from kvist.cli.options import JsonFlag
 from kvist.cli.terminal import print_json
 from kvist.config import DEFAULT_MODEL, available_cpus, cache_dir, format_bytes
-from kvist.engine.kernels import native_isas
-
-EXTENSIONS = {"avx512": "kvist._cpu_avx512", "avx2": "kvist._cpu_avx2", "portable": "kvist._cpu_base"}
-"""Native builds, best first, and the modules that hold them."""
-
-NEEDS = {"avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"), "avx2": ("avx2", "fma", "f16c")}
-"""What a processor must name for a build to be worth having there, in the system's words; whether it runs is the engine's answer."""
+from kvist.kernels import cpu
 
 LOW_MEMORY = 1 << 30
 
 
 def kernel_facts(flags: list[str]) -> dict[str, Any]:
-    """Which builds this processor asks for, which were built, which can run, and which one `--isa auto` takes."""
-    built = [isa for isa, module in EXTENSIONS.items() if importlib.util.find_spec(module) is not None]
-    usable = [isa for isa in native_isas() if isa in built]
+    """Builds, fastest first: those that suit this processor, were built, can run; and the one that `--isa auto` takes."""
+    # The system writes avx512_vnni where the builds, as the compiler does, ask for avx512vnni.
+    present = {flag.replace("_", "") for flag in flags}
+    usable = cpu.available()
     return {
-        "suited": [isa for isa in EXTENSIONS if set(NEEDS.get(isa, ())) <= set(flags)],
-        "built": built,
-        "usable": usable,
+        "suited": [isa for isa, needed in cpu.REQUIRED_FLAGS.items() if set(needed) <= present],
+        "built": list(cpu.built()),
+        "usable": list(usable),
         "in_use": usable[0] if usable else "numpy",
         "native": bool(usable),
     }
@@ -75,8 +69,7 @@ def advice(report: dict[str, Any]) -> list[str]:
             "Native kernels are built, but this processor can run none of them: reinstall kvist from source on this machine."
         )
     else:
-        missing = [isa for isa in kernels["suited"] if isa not in kernels["usable"]]
-        better = [isa for isa in missing if list(EXTENSIONS).index(isa) < list(EXTENSIONS).index(kernels["in_use"])]
+        better = [isa for isa in kernels["suited"][:1] if isa not in kernels["usable"]]
         if better:
             lines.append(
                 f"This processor suits the {better[0]} kernels, which this installation lacks: "
@@ -108,12 +101,12 @@ def examine(measure: bool) -> dict[str, Any]:
 def print_report(report: dict[str, Any]) -> None:
     """The report for people, one fact a line."""
     machine, kernels, compiler = report["machine"], report["kernels"], report["compiler"]
-    cpu, memory = machine["cpu"], machine["memory"]
+    processor, memory = machine["cpu"], machine["memory"]
     rows = [
         ("kvist", f"{report['version']}, Python {machine['python']}, {machine['system']}"),
-        ("processor", f"{cpu['name']} ({cpu['architecture']})"),
-        ("instructions", " ".join(cpu["flags"]) or "unknown"),
-        ("cores", f"{cpu['usable_cores']} of {cpu['cores']} usable"),
+        ("processor", f"{processor['name']} ({processor['architecture']})"),
+        ("instructions", " ".join(processor["flags"]) or "unknown"),
+        ("cores", f"{processor['usable_cores']} of {processor['cores']} usable"),
         ("memory", f"{format_bytes(memory['available_bytes'])} free of {format_bytes(memory['total_bytes'] or 0)}"),
     ]
     if report["read_bandwidth"]:

@@ -1,0 +1,67 @@
+"""The pages stay true: files that they name exist, flags and commands that they name are those of the program, and back."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvist.cli.main import COMMANDS, build_app
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("kv", "sched", "kernels", "store", "models", "weights", "text", "engine", "server", "bench", "cli", "csrc", "tests")
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def named_paths(text: str) -> set[str]:
+    """Paths in backticks that begin with a room's name, or name a module at the top."""
+    names = set(re.findall(r"`([\w/.]+)`", text))
+    return {name for name in names if "/" in name and name.split("/")[0] in ROOMS} | ({"config.py"} & names)
+
+
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/serving.md", "README.md"])
+def test_every_file_that_a_page_names_exists(name: str) -> None:
+    missing = [path for path in named_paths(page(name)) if not ((ROOT / "src/kvist" / path).exists() or (ROOT / path).exists())]
+    assert not missing
+
+
+def test_the_way_of_a_request_names_files() -> None:
+    assert {"sched/scheduler.py", "kv/manager.py", "engine/batch.py", "csrc/"} <= named_paths(page("docs/architecture.md"))
+
+
+def serve_flags() -> set[str]:
+    """The long flags of `kvist serve`; a switch counts by its name, whichever way the page shows it."""
+    app = build_app("serve")
+    callback = next(command.callback for command in app.registered_commands if command.name == "serve")
+    assert callback is not None
+    flags = set()
+    for name, parameter in inspect.signature(callback).parameters.items():
+        option = next(item for item in parameter.annotation.__metadata__ if isinstance(item, typer.models.OptionInfo))
+        declared = [text for text in option.param_decls or () if text.startswith("--")]
+        flags.add(declared[0].split("/")[0] if declared else f"--{name.replace('_', '-')}")
+    return flags
+
+
+def test_the_serving_page_has_every_flag_and_no_other() -> None:
+    table = page("docs/serving.md").split("## Flags")[1].split("## Routes")[0]
+    named = set(re.findall(r"`(--[a-z-]+)", table))
+    assert serve_flags() == {name.replace("--no-", "--") for name in named}
+
+
+def test_the_serving_page_has_every_route() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/kvist/server").glob("*.py"))
+    routes = set(re.findall(r'@router\.\w+\("([^"{]+?)/?[{"]', source))
+    named = set(re.findall(r"`(?:GET|POST) (/[a-z0-9/_]+)", page("docs/serving.md")))
+    assert len(routes) >= 7
+    assert routes == {name.rstrip("/") for name in named}
+
+
+def test_readme_names_every_command() -> None:
+    named = set(re.findall(r"^\| `kvist (\w+)", page("README.md"), re.MULTILINE))
+    assert named == {command.name for command in COMMANDS}
