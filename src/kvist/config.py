@@ -131,7 +131,7 @@ class EngineConfig:
     max_model_len: int
     num_kv_blocks: int
     pool_tokens: int
-    """The longest request that the pool can hold when it is alone."""
+    """The longest request, up to `max_model_len`, that the pool can hold when it is alone."""
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
@@ -208,7 +208,7 @@ def resolve(
         )
     spec = KVSpec(model.num_kv_heads, model.head_dim, options.kv_cache_dtype, options.block_size, group_layers(model.windows))
     num_blocks = _pool_blocks(options, spec, max_model_len, free_memory)
-    pool_tokens = num_blocks // len(spec.groups) * spec.block_size
+    pool_tokens = min(max_model_len, num_blocks // len(spec.groups) * spec.block_size)
     if pool_tokens < 1:
         raise ConfigError(
             f"the pool of {num_blocks} blocks holds not one block of each of the model's {len(spec.groups)} KV groups."
@@ -258,7 +258,7 @@ def describe_pool(config: EngineConfig) -> str:
     sequences = config.num_kv_blocks / config.spec.request_blocks(config.max_model_len)
     text = (
         f"KV pool: {config.num_kv_blocks:,} blocks of {config.spec.block_size} tokens ({config.spec.kv_format}), "
-        f"{config.pool_tokens:,} tokens, {format_bytes(config.pool_bytes)}; "
+        f"{config.num_kv_blocks // len(config.spec.groups) * config.spec.block_size:,} tokens, {format_bytes(config.pool_bytes)}; "
         f"room for {math.floor(sequences * 10) / 10:g} sequences of {config.max_model_len:,} tokens."
     )
     if config.pool_tokens < config.max_model_len:

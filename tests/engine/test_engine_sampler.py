@@ -176,7 +176,12 @@ UNIFORMS = [0.794901327418393, 0.6378219684004002]
 def test_rows_do_not_depend_on_the_batch(seed, size):
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(size, 50)).astype(np.float32)
-    kinds = [SamplingParams(top_p=0.9), SamplingParams(temperature=0), SamplingParams(top_k=5, logprobs=2), SamplingParams(min_p=0.1)]
+    kinds = [
+        SamplingParams(top_p=0.9),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=5, logprobs=2),
+        SamplingParams(min_p=0.1),
+    ]
     params = [kinds[i] for i in rng.integers(0, len(kinds), size)]
     together = sample(rows, [state(p, seed=i, vocab=50) for i, p in enumerate(params)])
     alone = [sample(rows[i : i + 1], [state(p, seed=i, vocab=50)])[0] for i, p in enumerate(params)]

@@ -40,7 +40,9 @@ def _check_ids(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
-        raise InvalidRequestError(f"The prompt holds token {wrong}, but the model's vocabulary has {vocab_size} tokens.", param="prompt")
+        raise InvalidRequestError(
+            f"The prompt holds token {wrong}, but the model's vocabulary has {vocab_size} tokens.", param="prompt"
+        )
 
 
 def _budget(config: EngineConfig, num_prompt_tokens: int, max_tokens: int | None) -> int:
@@ -52,6 +54,8 @@ def _budget(config: EngineConfig, num_prompt_tokens: int, max_tokens: int | None
                 f"The prompt needs {num_prompt_tokens} tokens of KV cache and the pool holds {limit}{new}; "
                 "shorten the prompt or start the engine with a larger pool."
             )
-        raise ContextLengthError(f"The prompt has {num_prompt_tokens} tokens and the context holds {limit}{new}; shorten the prompt.")
+        raise ContextLengthError(
+            f"The prompt has {num_prompt_tokens} tokens and the context holds {limit}{new}; shorten the prompt."
+        )
     room = limit - num_prompt_tokens
     return room if max_tokens is None else min(max_tokens, room)

@@ -1,6 +1,6 @@
 """Lowers what the scheduler decided (integers and growing arrays) to what a model reads (one `ForwardBatch`).
 
-It decides nothing and touches no logits. Invariants: the rows of `scheduled[s]` are rows query_start_loc[s] .. query_start_loc[s + 1];
+It decides nothing and touches no logits. Invariants: the rows of `scheduled[s]` are query_start_loc[s] .. query_start_loc[s + 1] - 1;
 block tables are copied (the manager's own may grow in the next step); padding is block 0 and is never read.
 """
 
@@ -24,7 +24,9 @@ def build_batch(scheduled: Sequence[ScheduledRequest], block_size: int, num_grou
     num_tokens = int(query_start_loc[-1])
     token_ids = np.fromiter((token for item in scheduled for token in item.token_ids), np.int32, num_tokens)
     sequence_of_row = np.repeat(np.arange(len(scheduled)), counts)
-    positions = (np.arange(num_tokens, dtype=np.int32) - query_start_loc[sequence_of_row] + starts[sequence_of_row]).astype(np.int32)
+    positions = (np.arange(num_tokens, dtype=np.int32) - query_start_loc[sequence_of_row] + starts[sequence_of_row]).astype(
+        np.int32
+    )
     groups = []
     for group in range(num_groups):
         table = pad_tables([item.block_tables[group] for item in scheduled])

@@ -2,11 +2,11 @@
 
 Each row is computed by itself, in float64, from its own logits, tokens, seed and position, so that its bits never depend on the
 batch; only the plain greedy case is done for all rows at once (an argmax has no arithmetic to reorder). One uniform number is drawn
-per token, from a counter-based generator keyed by (seed, choice, position), and the token is found by inverse CDF in ascending order
-of ids: a preempted request draws again what it drew before. Ties go to the lowest id everywhere.
+per token, from a counter-based generator keyed by (seed, choice, position), and the token is found by inverse CDF in ascending
+order of ids: a preempted request draws again what it drew before. Ties go to the lowest id everywhere.
 
-The order of the steps is vLLM's: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. Log probabilities are those
-of the model's own distribution, before all of it. This module knows no text, no blocks and no scheduler.
+The order of the steps is vLLM's: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. Log probabilities are
+those of the model's own distribution, before all of it. This module knows no text, no blocks and no scheduler.
 
 Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (Philox 4x64-10).
 """

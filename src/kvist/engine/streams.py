@@ -1,8 +1,8 @@
 """How deltas cross from the engine thread to event loops: one wake-up of a loop for all its requests, and bounded memory.
 
-A `Mailbox` belongs to one event loop, a `Stream` to one request. Invariants: at most one wake-up of a loop is outstanding; deltas of
-one choice that nobody has read yet are merged into one, so that a slow reader costs no more than its own text; a stream is closed by
-an error at most once, and what was delivered before the error is read first.
+A `Mailbox` belongs to one event loop, a `Stream` to one request. Invariants: at most one wake-up of a loop is outstanding; deltas
+of one choice that nobody has read yet are merged into one, so that a slow reader costs no more than its own text; a stream is closed
+by an error at most once, and what was delivered before the error is read first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Mailbox:
         """Called on the engine thread. False when the loop is closed and nobody will read."""
         with self.lock:
             for stream, delta in deltas:
-                stream.unread[delta.index] = merge_deltas(stream.unread[delta.index], delta) if delta.index in stream.unread else delta
+                stream.unread[delta.index] = (
+                    merge_deltas(stream.unread[delta.index], delta) if delta.index in stream.unread else delta
+                )
                 self._ready.add(stream)
             for stream, error in failed:
                 stream.error = stream.error or error

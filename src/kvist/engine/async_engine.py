@@ -1,0 +1,230 @@
+"""An engine with a thread of its own, used from event loops.
+
+Event loops put commands in an inbox; the engine thread takes them between steps, and gives deltas back through `streams`. Only the
+engine thread touches the engine; `snapshot()` is the last one that it published. Tokenizing and rendering run in a small pool of
+worker threads, never on a loop. Invariants: every open stream ends (last delta, or an error); a reader that leaves early has its
+request aborted and its blocks freed before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from kvist.config import EngineOptions
+from kvist.engine.admission import check_request
+from kvist.engine.engine import Engine, EngineSnapshot
+from kvist.engine.streams import Mailbox, Stream
+from kvist.errors import EngineStoppedError, InvalidRequestError, KvistError
+from kvist.request import OutputDelta, SamplingParams
+
+logger = logging.getLogger("kvist")
+TEXT_THREADS = 2
+
+
+@dataclass(frozen=True)
+class _Add:
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    cache_salt: str
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class _Leave:
+    """The reader of `stream` is gone."""
+
+    request_id: str
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+_Command = _Add | _Leave | _Abort | _Stop
+
+
+class AsyncEngine:
+    """Owns the engine it is given. `start` it once; `shutdown` fails what is still open with EngineStoppedError."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.config = engine.config
+        self.tokenizer = engine.tokenizer
+        self.chat_template = engine.chat_template
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+        self._streams: dict[str, Stream] = {}
+        self._snapshot = engine.snapshot()
+        self._health: str | None = "The engine is not started."
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvist-engine", daemon=True)
+        self._workers = ThreadPoolExecutor(TEXT_THREADS, "kvist-text")
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, **keywords: Any) -> AsyncEngine:
+        return cls(Engine.from_options(options, **keywords))
+
+    @property
+    def health(self) -> str | None:
+        """None while the engine is well, else a sentence."""
+        return self._health
+
+    def start(self) -> None:
+        assert not self._thread.is_alive()
+        assert not self._closed
+        self._health = None
+        self._thread.start()
+
+    async def shutdown(self) -> None:
+        """Stop after the step that is under way. Twice is harmless."""
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    def close(self) -> None:
+        """`shutdown` for callers without an event loop."""
+        self._inbox.put(_Stop())
+        if self._thread.is_alive():
+            self._thread.join()
+        else:
+            self._close_streams("The engine is shut down.")
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, cache_salt: str = ""
+    ) -> AsyncIterator[list[OutputDelta]]:
+        """All deltas of the request at each wake-up, until each of its `n` choices has had its last. Raises InvalidRequestError
+        before the first item, EngineStoppedError when the engine ends. Leaving the iterator early aborts the request."""
+        check_request(self.config, prompt_token_ids, params)
+        stream = Stream(self._mailbox(asyncio.get_running_loop()))
+        self._send(_Add(request_id, prompt_token_ids, params, cache_salt, stream))
+        num_open = params.n
+        try:
+            while num_open:
+                deltas = await stream.take()
+                num_open -= sum(delta.finish_reason is not None for delta in deltas)
+                yield deltas
+        finally:
+            if num_open and stream.error is None:
+                self._inbox.put(_Leave(request_id, stream))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its reader gets last deltas with finish reason "abort"."""
+        self._send(_Abort(request_id))
+
+    def snapshot(self) -> EngineSnapshot:
+        return self._snapshot
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def run() -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await asyncio.get_running_loop().run_in_executor(self._workers, run)
+
+    async def render_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of a conversation by the model's own template, which writes its own special tokens."""
+
+        def run() -> list[int]:
+            return self._engine.render_chat(messages, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._workers, run)
+
+    def _send(self, command: _Command) -> None:
+        with self._lock:
+            if self._closed or self._health is not None:
+                raise EngineStoppedError(self._health or "The engine is shut down.")
+            self._inbox.put(command)
+
+    def _mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        with self._lock:
+            for old in [known for known in self._mailboxes if known.is_closed()]:
+                del self._mailboxes[old]
+            return self._mailboxes.setdefault(loop, Mailbox(loop))
+
+    # Below: the engine thread only.
+
+    def _run(self) -> None:
+        reason = "The engine is shut down."
+        try:
+            while self._take_commands():
+                deltas = self._engine.step()
+                self._snapshot = self._engine.snapshot()
+                self._deliver(deltas)
+        except BaseException as error:
+            logger.exception("The engine thread ends.")
+            reason = f"The engine stopped on an internal error ({type(error).__name__}: {error}); restart it."
+        finally:
+            self._close_streams(reason)
+
+    def _take_commands(self) -> bool:
+        """Carry out all that is in the inbox, waiting when there is nothing else to do. False: stop."""
+        while True:
+            idle = not self._engine.has_work
+            if idle and self._inbox.empty():
+                self._engine.check_idle()
+                self._snapshot = self._engine.snapshot()
+            try:
+                command = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if isinstance(command, _Stop):
+                return False
+            self._carry_out(command)
+
+    def _carry_out(self, command: _Command) -> None:
+        match command:
+            case _Add(request_id, prompt_token_ids, params, cache_salt, stream):
+                try:
+                    if request_id in self._streams:
+                        raise InvalidRequestError(f"A request named {request_id!r} is already running.", param="request_id")
+                    self._engine.add_request(request_id, prompt_token_ids, params, cache_salt=cache_salt)
+                    self._streams[request_id] = stream
+                except KvistError as error:
+                    stream.mailbox.post((), [(stream, error)])
+            case _Leave(request_id, stream):
+                if self._streams.get(request_id) is stream:
+                    del self._streams[request_id]
+                    self._engine.abort(request_id)
+            case _Abort(request_id):
+                self._engine.abort(request_id)
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        """One post, and so at most one wake-up, per event loop."""
+        outgoing: dict[Mailbox, list[tuple[Stream, OutputDelta]]] = defaultdict(list)
+        for delta in deltas:
+            if (stream := self._streams.get(delta.request_id)) is not None:
+                outgoing[stream.mailbox].append((stream, delta))
+        for mailbox, posts in outgoing.items():
+            if not mailbox.post(posts):
+                for request_id in {delta.request_id for _, delta in posts}:
+                    self._engine.abort(request_id)
+        for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
+            if not self._engine.is_open(request_id):
+                self._streams.pop(request_id, None)
+
+    def _close_streams(self, reason: str) -> None:
+        with self._lock:
+            self._closed, self._health = True, reason
+        streams = list(self._streams.values())
+        self._streams.clear()
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, _Add):
+                streams.append(command.stream)
+        for stream in streams:
+            stream.mailbox.post((), [(stream, EngineStoppedError(reason))])

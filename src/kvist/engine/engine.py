@@ -1,0 +1,286 @@
+"""The core loop: requests in, one step at a time, deltas out. Single-threaded; whoever calls it owns the thread.
+
+It joins deciders (scheduler, KV manager) and computers (runner, sampler) and decides only when a choice is over. It knows no HTTP,
+no event loop and no files. Invariants:
+
+* `n` choices of a request are `n` scheduler requests, named "{request id}#{choice}"; each gets exactly one last delta;
+* a fault in a step ends the requests of that step with finish reason "error" and frees their blocks; the others go on;
+* `snapshot()` is frozen and complete: nobody outside reads the deciders.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvist.config import EngineConfig, EngineOptions
+from kvist.engine.admission import check_request
+from kvist.engine.loader import Loaded, load
+from kvist.engine.output import ChoiceOutput
+from kvist.engine.runner import PromptLogits, Runner
+from kvist.engine.sampler import Sampled, SamplingState, sample, token_logprob
+from kvist.errors import InvalidRequestError
+from kvist.kernels.ops import F32
+from kvist.request import FinishReason, OutputDelta, Request, SamplingParams
+from kvist.sched.output import SchedulerOutput
+from kvist.sched.scheduler import Scheduler
+
+logger = logging.getLogger("kvist")
+FULLY_CHECKED_BLOCKS = 4096
+"""A full check walks the pool; of a larger one only the count of free blocks is checked, so that the next request need not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine at one moment, frozen. Counts start at 0 with the engine and never shrink; times in seconds."""
+
+    num_running: int
+    num_waiting: int
+    blocks_by_state: Mapping[str, int]
+    """They add up to the pool. live: held by a request; cached: held by none, and still keeping a prefix; free: neither."""
+    prompt_tokens_by_source: Mapping[str, int]
+    """computed, prefix_hit: each prompt token once, at its request's first admission."""
+    generated_tokens: int
+    preemptions: int
+    steps: int
+    failed_steps: int
+    step_seconds: float
+    last_step_seconds: float
+    last_step_tokens: int
+    scheduler_seconds: float
+    profile: str
+
+
+@dataclass
+class _Choice:
+    """What the engine keeps of one running choice."""
+
+    request: Request
+    output: ChoiceOutput
+    sampling: SamplingState
+
+
+@dataclass
+class _Counters:
+    """What the scheduler does not count itself."""
+
+    generated_tokens: int = 0
+    steps: int = 0
+    failed_steps: int = 0
+    step_seconds: float = 0.0
+    last_step_seconds: float = 0.0
+    last_step_tokens: int = 0
+    scheduler_seconds: float = 0.0
+
+
+class Engine:
+    """`add_request`, then `step` while `has_work`. `clock` gives seconds that never go back."""
+
+    def __init__(self, loaded: Loaded, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._loaded = loaded
+        self.config: EngineConfig = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.chat_template = loaded.chat_template
+        self.runner = Runner(loaded.model, loaded.config.spec)
+        config = loaded.config
+        self.manager = loaded.manager
+        self.scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            use_cache=config.use_cache,
+        )
+        self._clock = clock
+        self._seeds = random.Random(config.seed)
+        self._choices: dict[str, _Choice] = {}
+        self._requests: dict[str, set[str]] = {}
+        self._pending: list[OutputDelta] = []
+        self._counters = _Counters()
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, *, report: Callable[[str], None] | None = None) -> Engine:
+        """Load the model (pulling and packing it when needed) and size the pool. `report` gets sentences for the user."""
+        return cls(load(options, report=report))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._choices or self._pending)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        cache_salt: str = "",
+    ) -> None:
+        """Queue a request. Raises InvalidRequestError or ContextLengthError, and then nothing has changed."""
+        if request_id in self._requests:
+            raise InvalidRequestError(f"A request named {request_id!r} is already running; choose another id.", param="request_id")
+        max_tokens = check_request(self.config, prompt_token_ids, params)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        arrival = self._clock() if arrival_time is None else arrival_time
+        eos = self.tokenizer.eos_token_ids | set(self.config.model.eos_token_ids)
+        ids: set[str] = set()
+        self._requests[request_id] = ids
+        for index in range(params.n):
+            request = Request(
+                request_id=f"{request_id}#{index}",
+                prompt_token_ids=list(prompt_token_ids),
+                sampling_params=params,
+                max_tokens=max_tokens,
+                eos_token_ids=eos,
+                seed=seed,
+                choice=index,
+                arrival_time=arrival,
+                cache_salt=cache_salt,
+            )
+            output = ChoiceOutput.of(request_id, request, self.tokenizer)
+            self._choices[request.request_id] = _Choice(request, output, SamplingState.of(request, self.config.model.vocab_size))
+            ids.add(request.request_id)
+            self.scheduler.add(request)
+
+    def render_chat(self, messages: list[dict[str, Any]], **template_options: Any) -> list[int]:
+        """Token ids of a conversation by the model's own template, which writes its own special tokens; any thread may call it."""
+        if self.chat_template is None:
+            raise InvalidRequestError("This model has no chat template; use completions with a plain prompt.", param="messages")
+        text = self.chat_template.render(messages, **template_options)
+        return self.tokenizer.encode_chat(text)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether any of a request's choices still runs."""
+        return request_id in self._requests
+
+    def abort(self, request_id: str) -> None:
+        """End all choices of a request now; the next step returns their last deltas. Unknown ids are ignored."""
+        for choice_id in sorted(self._requests.get(request_id, ())):
+            self.scheduler.abort(choice_id)
+            self._pending.append(self._choices[choice_id].output.finish("abort"))
+            self._forget(choice_id)
+
+    def step(self) -> list[OutputDelta]:
+        """Compute one batch. The deltas come in the scheduler's order, those of aborted requests first."""
+        deltas, self._pending = self._pending, []
+        if not self._choices:
+            return deltas
+        counters, started = self._counters, self._clock()
+        output = self.scheduler.schedule(started)
+        counters.scheduler_seconds += self._clock() - started
+        if output.empty:
+            return deltas + self._fail(list(self._choices), "the scheduler found nothing that can run")
+        try:
+            hidden = self.runner.forward(output)
+            for scored in self.runner.prompt_logits(output, hidden):
+                self._score_prompt(scored)
+            drawn = self._draw(output, hidden)
+        except Exception as error:
+            logger.exception("A step failed; its %d requests end with an error.", len(output.scheduled))
+            counters.failed_steps += 1
+            deltas += self._fail([item.request_id for item in output.scheduled], f"{type(error).__name__}: {error}")
+        else:
+            deltas += self._advance(output, drawn)
+        counters.steps += 1
+        counters.last_step_tokens = output.num_batched_tokens
+        counters.last_step_seconds = self._clock() - started
+        counters.step_seconds += counters.last_step_seconds
+        return deltas
+
+    def drop_pending(self) -> None:
+        """Forget the last deltas of aborted requests that nobody will read."""
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Give the KV memory back; the engine must not be used afterwards."""
+        self._loaded.arena.close()
+
+    def check_idle(self) -> None:
+        """With no request open every block must be free again; deciders of small pools check all they know. Asserts."""
+        assert not self._choices
+        assert self.manager.num_free_blocks == self.config.num_kv_blocks
+        if self.config.num_kv_blocks <= FULLY_CHECKED_BLOCKS:
+            self.scheduler.check_invariants()
+
+    def snapshot(self) -> EngineSnapshot:
+        stats, counters = self.scheduler.stats(), self._counters
+        kv = stats.kv
+        return EngineSnapshot(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            blocks_by_state={"free": kv.free, "cached": kv.cached, "live": kv.live},
+            prompt_tokens_by_source={
+                "computed": stats.num_prompt_tokens - stats.num_cached_tokens,
+                "prefix_hit": stats.num_cached_tokens,
+            },
+            generated_tokens=counters.generated_tokens,
+            preemptions=stats.num_preemptions,
+            steps=counters.steps,
+            failed_steps=counters.failed_steps,
+            step_seconds=counters.step_seconds,
+            last_step_seconds=counters.last_step_seconds,
+            last_step_tokens=counters.last_step_tokens,
+            scheduler_seconds=counters.scheduler_seconds,
+            profile=self.config.profile,
+        )
+
+    def _score_prompt(self, scored: PromptLogits) -> None:
+        """The row at position p scores the prompt token at p + 1; the first token has no score."""
+        choice = self._choices[scored.request_id]
+        prompt, scores = choice.request.prompt_token_ids, choice.output.prompt_logprobs
+        num_top = choice.request.sampling_params.prompt_logprobs
+        assert scores is not None
+        assert num_top is not None
+        for row, position in enumerate(range(scored.start + 1, min(scored.start + 1 + len(scored.logits), len(prompt)))):
+            if scores[position] is None:
+                scores[position] = token_logprob(scored.logits[row], prompt[position], num_top)
+
+    def _draw(self, output: SchedulerOutput, hidden: F32) -> Mapping[str, Sampled]:
+        """A token for each request whose rows reach its end."""
+        states = [self._choices[item.request_id].sampling for item in output.scheduled if item.samples]
+        if not states:
+            return {}
+        drawn = sample(self.runner.sampled_logits(output, hidden), states)
+        return {state.request.request_id: token for state, token in zip(states, drawn, strict=True)}
+
+    def _advance(self, output: SchedulerOutput, drawn: Mapping[str, Sampled]) -> list[OutputDelta]:
+        self.scheduler.update(output, {choice_id: token.token_id for choice_id, token in drawn.items() if token.error is None})
+        now, deltas = self._clock(), []
+        for item in output.scheduled:
+            choice = self._choices[item.request_id]
+            token = drawn.get(item.request_id)
+            if token is None:
+                if choice.request.max_tokens or choice.request.num_computed_tokens < choice.request.num_tokens:
+                    continue
+                delta = choice.output.finish("length")
+            elif token.error is not None:
+                delta = choice.output.finish("error", token.error)
+            else:
+                self._counters.generated_tokens += 1
+                delta = choice.output.push(token.token_id, token.logprob, now)
+            deltas.append(delta)
+            if delta.finish_reason is not None:
+                self._finish(item.request_id, delta.finish_reason, delta.stop_reason)
+        return deltas
+
+    def _fail(self, choice_ids: list[str], why: str) -> list[OutputDelta]:
+        deltas = []
+        for choice_id in choice_ids:
+            deltas.append(self._choices[choice_id].output.finish("error", f"The engine failed this request: {why}."))
+            self._finish(choice_id, "error", None)
+        return deltas
+
+    def _finish(self, choice_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.scheduler.finish(choice_id, reason, stop_reason)
+        self._forget(choice_id)
+
+    def _forget(self, choice_id: str) -> None:
+        user_id = self._choices.pop(choice_id).output.user_request_id
+        siblings = self._requests[user_id]
+        siblings.discard(choice_id)
+        if not siblings:
+            del self._requests[user_id]

@@ -1,0 +1,142 @@
+"""From `EngineOptions` to everything an engine holds: configuration, model, tokenizer, template, KV memory.
+
+It glues rooms that do not know each other (weights, text, models, kernels, store) and computes nothing. A model is packed on its
+first use, its tokenizer with it; later starts read the pack alone, and import nothing that only packing needs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from kvist.config import DTYPES, EngineConfig, EngineOptions, ModelConfig, available_cpus, check_options, describe_pool, resolve
+from kvist.engine.kernels import select_ops
+from kvist.engine.runner import ForwardModel
+from kvist.kernels.ops import F32, Ops, PackedLinear
+from kvist.kv.block import make_key
+from kvist.kv.manager import KVManager
+from kvist.models import build_model
+from kvist.store.arena import Arena
+from kvist.text.chat_template import ChatTemplate
+from kvist.text.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
+
+if TYPE_CHECKING:
+    from kvist.weights.pack import PackedModel
+    from kvist.weights.source import TokenizerSource
+
+Report = Callable[[str], None]
+TOKENIZER_FILE, INFO_FILE, TEMPLATE_FILE, VERSION_FILE = (
+    "tokenizer.json",
+    "tokenizer_info.json",
+    "chat_template.jinja",
+    "text_version",
+)
+TEXT_VERSION = b"1"
+"""Raised when tokenizers are built differently: packs with another version are made again."""
+
+
+class Packed(Protocol):
+    """A model's own part: what `weights.pack.PackedModel` has, and a test can make up."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def linears(self) -> Mapping[str, PackedLinear]: ...
+    @property
+    def vectors(self) -> Mapping[str, F32]: ...
+    @property
+    def key(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What an `Engine` is made of."""
+
+    config: EngineConfig
+    model: ForwardModel
+    manager: KVManager
+    arena: Arena
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+
+def load(options: EngineOptions, *, report: Report | None = None) -> Loaded:
+    """Find (or pull), pack if need be, and bind a model. Raises ConfigError, ModelError, DownloadError.
+
+    `report` gets sentences for the user; without it, only warnings are given, as Python warnings.
+    """
+    from kvist.weights.hub import resolve_model
+
+    check_options(options)
+    warn = report or _warn
+    ops = select_ops(options.isa, options.num_threads or available_cpus(), warn=warn)
+    packed = _pack(resolve_model(options.model), options, report)
+    for note in packed.notes:
+        warn(note)
+    tokenizer, template = _load_text(packed.files)
+    loaded = assemble(options, packed, ops, tokenizer, template)
+    if report is not None:
+        config = loaded.config
+        report(f"Model {config.served_model_name} ({config.model.architecture}), isa {config.isa}, {config.num_threads} threads.")
+        report(describe_pool(config))
+    return loaded
+
+
+def assemble(options: EngineOptions, packed: Packed, ops: Ops, tokenizer: Tokenizer, template: ChatTemplate | None) -> Loaded:
+    """Size the pool, and bind the model to it. Raises ConfigError and ModelFormatError."""
+    config = resolve(options, packed.config, isa=ops.isa, profile=ops.profile, num_threads=ops.num_threads)
+    key = make_key(packed.key, config.profile)
+    manager = KVManager(
+        config.spec,
+        config.num_kv_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+        key=key,
+        watermark=config.watermark,
+    )
+    config = replace(config, pool_tokens=manager.max_request_tokens(config.max_model_len))
+    arena = Arena(config.num_kv_blocks, config.spec.block_bytes)
+    model = build_model(
+        packed.config, packed.linears, packed.vectors, ops, arena.blocks, config.spec, max_model_len=config.effective_max_len
+    )
+    return Loaded(config, model, manager, arena, tokenizer, template)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _pack(path: Path, options: EngineOptions, report: Report | None) -> PackedModel:
+    """The packed model with its text files, from the cache or made now."""
+    from kvist.weights.pack import load_packed, write_packed
+
+    dtype = DTYPES[options.dtype]
+    packed = load_packed(path, options.quantization, dtype)
+    if packed is not None and packed.files.get(VERSION_FILE) == TEXT_VERSION:
+        return packed
+    from kvist.weights import open_model
+
+    if report is not None:
+        report(f"Packing {path.name} for the kernels, once.")
+    source = open_model(path)
+    return write_packed(path, source, options.quantization, _text_files(source.tokenizer), dtype)
+
+
+def _text_files(source: TokenizerSource) -> dict[str, bytes]:
+    """What a pack keeps of a model's tokenizer and template, ready to load."""
+    from kvist.text.build import build_tokenizer
+
+    tokenizer_json, info = build_tokenizer(source)
+    files = {VERSION_FILE: TEXT_VERSION, TOKENIZER_FILE: tokenizer_json, INFO_FILE: info.to_json()}
+    if source.chat_template is not None:
+        files[TEMPLATE_FILE] = source.chat_template.encode()
+    return files
+
+
+def _load_text(files: Mapping[str, bytes]) -> tuple[Tokenizer, ChatTemplate | None]:
+    info = TokenizerInfo.from_json(files[INFO_FILE])
+    tokenizer = load_tokenizer(files[TOKENIZER_FILE], info)
+    template = files.get(TEMPLATE_FILE)
+    return tokenizer, None if template is None else ChatTemplate(template.decode(), info)
