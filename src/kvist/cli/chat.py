@@ -16,16 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvist.cli.options import engine_options, read_text, sampling_params, takes
 from kvist.cli.terminal import dim, say
 from kvist.config import EngineOptions
-from kvist.engine.engine import Engine
 from kvist.errors import EngineError, KvistError, UsageError
 from kvist.request import RequestUsage, SamplingParams
+
+if TYPE_CHECKING:
+    from kvist.engine.engine import Engine
 
 HELP = "/reset forgets the conversation, /exit leaves (as does Ctrl-D), Ctrl-C stops an answer."
 
@@ -90,9 +92,7 @@ class Conversation:
     def ask(self, text: str, *, echo: bool) -> Answer:
         """Answer one user turn, printing it as it comes when `echo`. The turn is kept only when it completes."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        assert self.engine.chat_template is not None
-        prompt = self.engine.chat_template.render(messages, add_generation_prompt=True)
-        ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
+        ids = self.engine.render_chat(messages)
         self.turns += 1
         answer = self._generate(f"turn-{self.turns}", ids, echo=echo)
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
@@ -106,8 +106,7 @@ class Conversation:
             while self.engine.has_work:
                 with whole_steps():
                     deltas = self.engine.step()
-                # An earlier turn that was stopped still sends its last delta.
-                for delta in (delta for delta in deltas if delta.request_id == request_id):
+                for delta in deltas:
                     if not pieces:
                         first = time.perf_counter()
                     pieces.append(delta.text)
@@ -119,6 +118,7 @@ class Conversation:
                         return Answer("".join(pieces), delta.finish_reason, delta.usage, time.perf_counter() - first)
         except BaseException:
             self.engine.abort(request_id)
+            self.engine.drop_pending()
             raise
         raise EngineError("The engine stopped before the answer was complete.")
 
@@ -214,7 +214,10 @@ def chat(
         raise UsageError("The prompt is empty; give some text.")
     if system_file is not None:
         system = read_text(system_file)
-    conversation = Conversation(Engine.from_options(engine, report=lambda message: say(dim(message))), sampling, system)
+    from kvist.engine.engine import Engine
+
+    loaded = Engine.from_options(engine, report=lambda message: say(dim(message)))
+    conversation = Conversation(loaded, sampling, system)
     if prompt is not None:
         _turn(conversation, prompt, as_json=as_json)
     else:

@@ -12,16 +12,18 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvist.cli.options import engine_options, read_text, sampling_params, takes
 from kvist.cli.terminal import dim, print_json, progress, say
 from kvist.config import EngineOptions
-from kvist.engine.engine import Engine
 from kvist.errors import InvalidRequestError, KvistError, UsageError
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from kvist.engine.engine import Engine
 
 LINE_FIELDS = {"id", "prompt", "messages", "prompt_token_ids", "params"}
 PARAM_FIELDS = {f.name for f in fields(SamplingParams)}
@@ -146,9 +148,9 @@ def prompt_ids(engine: Engine, line: dict[str, Any]) -> list[int]:
             raise InvalidRequestError("prompt_token_ids must be a list of whole numbers.", param="prompt_token_ids")
         return ids
     if "messages" in line:
-        if engine.chat_template is None:
-            raise InvalidRequestError("This model has no chat template; give prompt instead of messages.", param="messages")
-        return engine.tokenizer.encode(engine.chat_template.render(line["messages"]), add_special_tokens=False)
+        if not isinstance(line["messages"], list) or not all(isinstance(message, dict) for message in line["messages"]):
+            raise InvalidRequestError("messages must be a list of objects with role and content.", param="messages")
+        return engine.render_chat(line["messages"])
     if not isinstance(line["prompt"], str):
         raise InvalidRequestError("prompt must be text; token ids go into prompt_token_ids.", param="prompt")
     return engine.tokenizer.encode(line["prompt"])
@@ -232,6 +234,8 @@ def generate(
     if as_json and output is not None:
         raise UsageError("--json prints one document and --output writes lines; use one of them.")
     lines = gather(prompts or (), file or (), input_format)
+    from kvist.engine.engine import Engine
+
     loaded = Engine.from_options(engine, report=lambda message: say(dim(message)))
     out = open(output, "w", encoding="utf-8") if output else sys.stdout  # noqa: SIM115
     try:
