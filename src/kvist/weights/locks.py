@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,14 +17,21 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[bool]:
-    """Hold the lock `path`, waiting for it; yields whether there is a lock. Raises OSError where the file cannot be made."""
+def exclusive(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Hold the lock `path`, calling `waiting` once if another has it; yields whether there is a lock. Raises OSError where the
+    file cannot be made."""
     with path.open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting is not None:
+                    waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            yield False
-            return
-        yield True
+            locked = False
+        else:
+            locked = True
+        yield locked

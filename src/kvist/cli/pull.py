@@ -1,0 +1,106 @@
+"""`kvist pull` and `kvist models`: fetch a model by name, and list the names.
+
+Results go to standard output, progress and terms to standard error. What a name means and how it is fetched is `weights/hub.py`'s.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvist.config import DEFAULT_MODEL, format_bytes
+from kvist.errors import DownloadError
+from kvist.weights.hub import Accept, list_models, resolve_model
+from kvist.weights.presets import Terms
+from kvist.weights.wheels import Progress
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A progress bar on standard error, one line a stage; silent where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=None)
+    current = ""
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal current
+        # Started with the first stage, not before: a question about terms would be drawn over.
+        bar.start()
+        if stage != current:
+            bar.reset(task, description=stage, total=total or None)
+            current = stage
+        bar.update(task, completed=done, total=total or None)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+def _ask(accepted: bool, name: str) -> Accept:
+    def accept(terms: Terms) -> bool:
+        print(f"{terms.title}\n\n{terms.text}\n", file=sys.stderr)
+        if accepted:
+            return True
+        if not sys.stdin.isatty():
+            raise DownloadError(f"{name} needs the {terms.title} accepted: run this in a terminal, or add --accept-terms.")
+        return typer.confirm(f"Do you accept the {terms.title}?", err=True)
+
+    return accept
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def pull(
+    name: Annotated[
+        str, typer.Argument(help="smollm2:135m, gemma3:270m, or a hub name: org/name or org/name:file.gguf.")
+    ] = DEFAULT_MODEL,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    accept_terms: Annotated[bool, typer.Option("--accept-terms", help="Accept the terms that the model comes under.")] = False,
+) -> None:
+    """Fetch a model and keep it in the cache folder; print where it is."""
+    accept = _ask(accept_terms, name)
+    with _progress_bar() as progress:
+        path = resolve_model(name, progress=progress, accept=accept, refresh=True)
+    if json:
+        print(json_module.dumps({"name": name, "path": str(path), "size": _size(path)}))
+    else:
+        print(f"{name}: {path} ({format_bytes(_size(path))})")
+
+
+def models(json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
+    """List the models that kvist knows by name, and which are here."""
+    known = list_models()
+    if json:
+        rows = [
+            {
+                "name": model.name,
+                "description": model.description,
+                "license": model.license,
+                "size": model.size,
+                "pulled": model.path is not None,
+                "path": None if model.path is None else str(model.path),
+            }
+            for model in known
+        ]
+        print(json_module.dumps(rows))
+        return
+    for model in known:
+        state = str(model.path) if model.path is not None else f"not here; kvist pull {model.name}"
+        print(f"{model.name:<16} {format_bytes(model.size):>10}  {model.description}\n{'':<16} {'':>10}  {state}")
+    print("\nAny GGUF file or Hugging Face folder works by path, and any hub name as org/name or org/name:file.gguf.")
