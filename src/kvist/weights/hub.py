@@ -22,6 +22,8 @@ Accept = Callable[[Terms], bool]
 """Shows terms and tells whether the user accepts them."""
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
+TIMEOUT = 20.0
+"""Seconds that the hub has to answer a question about a model."""
 _PATTERNS = [*SMALL_FILES, INDEX, "model*.safetensors"]
 
 
@@ -56,8 +58,8 @@ def resolve_model(name: str, *, progress: Progress | None = None, accept: Accept
     """The local path of a model, pulled if need be: a GGUF file, or a folder with config.json or with one GGUF file.
 
     `name` is a path, a preset ("smollm2:135m"), or a hub name ("org/name" or "org/name:file.gguf"). `accept` is asked where a
-    preset has terms; without it, such a preset is refused until it has been pulled. `refresh` asks the hub for news of what is here.
-    Raises ModelNotFoundError (with the forms that would do), ModelFormatError, DownloadError.
+    preset has terms; without it, such a preset is refused until it has been pulled. `refresh` asks the hub for news of what is
+    here. Raises ModelNotFoundError (with the forms that would do), ModelFormatError, DownloadError.
     """
     progress = progress or silent
     path = _as_path(name)
@@ -114,7 +116,8 @@ def _resolve_hub(repo: str, file: str | None, progress: Progress, refresh: bool)
 
 def _download_repo(hub: Any, repo: str) -> Path:
     """A repository's folder where it has safetensors, else its one GGUF file."""
-    files = hub.HfApi().list_repo_files(repo)
+    # Asks once; the hub library's other calls repeat themselves for half a minute where there is no network.
+    files = [sibling.rfilename for sibling in hub.HfApi().model_info(repo, timeout=TIMEOUT).siblings or ()]
     if "config.json" in files and any(name.endswith(".safetensors") for name in files):
         return Path(hub.snapshot_download(repo, allow_patterns=_PATTERNS))
     return Path(hub.hf_hub_download(repo, _one_gguf(repo, files)))
