@@ -8,17 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.machines import make_ops
+
+from helpers.machines import ISAS, make_ops
 from helpers.single import Bench, TestSequence, config_of, pack_weights
 from helpers.tiny_models import TinyModel
-
 from kvist.kernels.ops import F32, PARTITION, SPAN, Ops, PackedLinear
 
 TINY = TinyModel("qwen2", layers=2, hidden=64, heads=6, kv_heads=2, head_dim=32, intermediate=96, vocab=170, tied=False)
 WINDOWED = TinyModel("qwen3", layers=6, hidden=32, heads=3, kv_heads=1, head_dim=32, intermediate=64, vocab=100)
 WINDOWS = (20, 20, 20, 20, 20, None)
 FORMATS = [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("w8a8", "bf16"), ("w4a8", "f16")]
-each_format = pytest.mark.parametrize(("weight_format", "kv_format"), FORMATS)
+FORMATS_OF_THE_TWIN = [("f32", "f32"), ("w8a8", "bf16"), ("w4a8", "f16")]
+"""Its dense products are slow, and differ by how a weight is widened only."""
+each_format = pytest.mark.parametrize(
+    ("isa", "weight_format", "kv_format"),
+    [(isa, *formats) for isa in ISAS for formats in (FORMATS_OF_THE_TWIN if isa == "numpy" else FORMATS)],
+)
 LENGTH = 150
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from helpers.single import Bench, config_of, pack_weights
 from helpers.tiny_models import TinyModel
-
 from kvist.config import RopeConfig
 from kvist.kernels.ops import F32, Ops
 

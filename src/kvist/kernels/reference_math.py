@@ -67,7 +67,7 @@ class Activations:
 @np.errstate(over="ignore", divide="ignore", invalid="ignore")
 def quantize_rows(x: F32) -> Activations:
     """x [T, k], k a multiple of 32. Rounds half to even."""
-    grouped = x.reshape(len(x), -1, GROUP).transpose(1, 0, 2)
+    grouped = x.reshape(len(x), x.shape[1] // GROUP, GROUP).transpose(1, 0, 2)
     amax = np.abs(grouped).max(axis=-1)
     inverse = np.where(amax < TINY, np.float32(0), np.float32(127) / amax)
     q = np.ascontiguousarray(np.rint(grouped * inverse[..., None]))
