@@ -274,8 +274,8 @@ def hf_config(tiny: TinyModel, dtype: str = "f32") -> dict[str, Any]:
         "eos_token_id": EOS,
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
     }
-    if tiny.head_dim is not None:
-        config["head_dim"] = tiny.head_dim
+    if tiny.head_dim is not None or tiny.arch == "qwen3":
+        config["head_dim"] = tiny.head
     if tiny.arch == "llama":
         config["attention_bias"] = tiny.has_bias
     if tiny.arch == "mistral":

@@ -103,9 +103,7 @@ def _resolve_hub(repo: str, file: str | None, progress: Progress, refresh: bool)
         return found
     progress(f"fetching {repo}", 0, 0)
     try:
-        if file is not None:
-            return Path(hub.hf_hub_download(repo, file))
-        return _download_repo(hub, repo)
+        return _download(hub, repo, file)
     except ModelError:
         raise
     except Exception as error:  # httpx's or requests' errors by version, hub errors, OSError: all mean that the model is not had
@@ -114,13 +112,16 @@ def _resolve_hub(repo: str, file: str | None, progress: Progress, refresh: bool)
         raise _hub_error(hub, repo, file, error) from error
 
 
-def _download_repo(hub: Any, repo: str) -> Path:
-    """A repository's folder where it has safetensors, else its one GGUF file."""
+def _download(hub: Any, repo: str, file: str | None) -> Path:
+    """The named file; else a repository's folder where it has safetensors, else its one GGUF file."""
     # Asks once; the hub library's other calls repeat themselves for half a minute where there is no network.
     files = [sibling.rfilename for sibling in hub.HfApi().model_info(repo, timeout=TIMEOUT).siblings or ()]
-    if "config.json" in files and any(name.endswith(".safetensors") for name in files):
+    if file is None and "config.json" in files and any(name.endswith(".safetensors") for name in files):
         return Path(hub.snapshot_download(repo, allow_patterns=_PATTERNS))
-    return Path(hub.hf_hub_download(repo, _one_gguf(repo, files)))
+    if file is not None and file not in files:
+        ggufs = ", ".join(name for name in files if name.endswith(".gguf")) or "none"
+        raise ModelNotFoundError(f"The hub's {repo} has no file {file}; its GGUF files: {ggufs}.")
+    return Path(hub.hf_hub_download(repo, file or _one_gguf(repo, files)))
 
 
 def _one_gguf(repo: str, files: Sequence[str]) -> str:
@@ -161,8 +162,6 @@ def _hub_error(hub: Any, repo: str, file: str | None, error: Exception) -> Model
         return ModelNotFoundError(
             f"The hub has no public model {repo}; check the name, or log in with hf auth login if it is private."
         )
-    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
-        return ModelNotFoundError(f"The hub's {repo} has no file {file}; check the name.")
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return DownloadError(
         f"{named} could not be fetched from the hub ({reason}); check the network, or give the path of a local copy."

@@ -31,7 +31,8 @@ def quantize_w8(values: F32) -> tuple[npt.NDArray[np.int8], F32]:
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     # A subnormal scale has no finite inverse; such a group is zero for every purpose.
     inverse[~np.isfinite(inverse)] = 0
-    q = np.rint(groups * inverse[:, :, None]).clip(-127, 127).astype(np.int8)
+    with np.errstate(invalid="ignore"):  # values that are not finite show in the scale, and are refused by `require_finite`
+        q = np.rint(groups * inverse[:, :, None]).clip(-127, 127).astype(np.int8)
     return q.reshape(values.shape), scale
 
 
@@ -42,7 +43,8 @@ def quantize_w4(values: F32) -> tuple[npt.NDArray[np.uint8], F32, F32]:
     scale = (groups.max(axis=2) - minimum) / np.float32(15)
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
     inverse[~np.isfinite(inverse)] = 0
-    q = np.rint((groups - minimum[:, :, None]) * inverse[:, :, None]).clip(0, 15).astype(np.uint8)
+    with np.errstate(invalid="ignore"):
+        q = np.rint((groups - minimum[:, :, None]) * inverse[:, :, None]).clip(0, 15).astype(np.uint8)
     return q.reshape(values.shape), scale, minimum
 
 
