@@ -1,7 +1,7 @@
 """A small deterministic engine, and a server on a real socket around any engine: what the HTTP tests stand on.
 
-The fake's tokens are bytes (id = byte + 3; 0 ends, 1 begins, 2 ends a turn), its answer is a function of the prompt's ids alone, and
-it keeps the engine's promises: admission by the engine's own rules, stop strings that no delta shows, whole characters, one last
+The fake's tokens are bytes (id = byte + 3; 0 ends, 1 begins, 2 ends a turn), its answer depends on the prompt's ids alone, and it
+keeps the engine's promises: admission by the engine's own rules, stop strings that no delta shows, whole characters, one last
 delta a choice, a request aborted when its reader leaves. `hold()` stops it between tokens until `release()`.
 """
 

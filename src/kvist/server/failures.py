@@ -11,10 +11,12 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from kvist.errors import EngineStoppedError, InvalidRequestError, KvistError, ModelNotFoundError, UsageError
+
+CLIENT_GONE = 499
 
 
 class Refusal(InvalidRequestError):
@@ -84,8 +86,14 @@ async def _on_validation(request: Request, error: Exception) -> Response:
     return error_response(InvalidRequestError("The request's parameters are not of the right form."))
 
 
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """Nobody is left to read an answer."""
+    return Response(status_code=CLIENT_GONE)
+
+
 def install(app: FastAPI) -> None:
     app.add_exception_handler(KvistError, _on_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(RequestValidationError, _on_validation)
     app.add_exception_handler(Exception, _on_error)

@@ -87,19 +87,17 @@ class Collected:
         return "".join(self.parts)
 
 
-async def deltas(engine: EngineClient, jobs: Sequence[Job]) -> AsyncGenerator[Batch, None]:
-    """What the engine says, per wake-up, with choice indices. Raises what the engine raises, and EngineError for a failed choice."""
-    source = _one(engine, jobs[0], 0) if len(jobs) == 1 else _many(engine, jobs)
-    try:
-        async for batch in source:
-            for _, delta in batch:
-                if delta.finish_reason == "error":
-                    raise EngineError(delta.error or "The engine failed on this request.")
-                if delta.finish_reason == "abort":
-                    raise EngineStoppedError("The request was aborted because the server is shutting down.")
-            yield batch
-    finally:
-        await _close(source)
+def deltas(engine: EngineClient, jobs: Sequence[Job]) -> AsyncGenerator[Batch, None]:
+    """What the engine says per wake-up, with choice indices. Raises what the engine raises."""
+    return _one(engine, jobs[0], 0) if len(jobs) == 1 else _many(engine, jobs)
+
+
+def raise_if_failed(delta: OutputDelta) -> None:
+    """Turn a choice's bad end into an exception: one failed choice fails the request."""
+    if delta.finish_reason == "error":
+        raise EngineError(delta.error or "The engine failed on this request.")
+    if delta.finish_reason == "abort":
+        raise EngineStoppedError("The request was aborted because the server is shutting down.")
 
 
 async def _one(engine: EngineClient, job: Job, first_index: int) -> AsyncGenerator[Batch, None]:

@@ -20,7 +20,7 @@ from kvist.errors import InvalidRequestError, KvistError
 from kvist.request import OutputDelta
 from kvist.server.client import EngineClient
 from kvist.server.failures import error_body
-from kvist.server.generation import Batch, ClientGone, Collected, Job, Tally, deltas, unless_gone
+from kvist.server.generation import Batch, ClientGone, Collected, Job, Tally, deltas, raise_if_failed, unless_gone
 from kvist.server.metrics import RequestRecord
 
 log = logging.getLogger("kvist.server")
@@ -129,6 +129,8 @@ class GenerationResponse(Response):
             async for batch in source:
                 for choice, delta in batch:
                     self._count(choice, delta)
+                for _, delta in batch:
+                    raise_if_failed(delta)
                 yield batch
         finally:
             await source.aclose()
