@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 import pytest
+
 from helpers.tiny_engine import Collected, drain, run, run_one, tiny_engine, trace_logits
 from helpers.tiny_models import EOS
-
 from kvist.engine.sampler import token_logprob
 from kvist.errors import ContextLengthError, InvalidRequestError
 from kvist.request import SamplingParams

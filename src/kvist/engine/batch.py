@@ -1,6 +1,6 @@
 """Lowers what the scheduler decided (integers and growing arrays) to what a model reads (one `ForwardBatch`).
 
-It decides nothing and touches no logits. Invariants: the rows of `scheduled[s]` are query_start_loc[s] .. query_start_loc[s + 1] - 1;
+It decides nothing and touches no logits. Invariants: sequence s of the batch is `scheduled[s]`, its rows in order of position;
 block tables are copied (the manager's own may grow in the next step); padding is block 0 and is never read.
 """
 

@@ -142,7 +142,7 @@ def _conversations(messages: Messages | Sequence[Messages]) -> list[list[dict[st
 
 
 def _one_for_each(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, (SamplingParams, Mapping)):
+    if not isinstance(params, Sequence):
         return [_as_params(params)] * count
     several = [_as_params(one) for one in params]
     if len(several) != count:

@@ -73,7 +73,7 @@ def load(options: EngineOptions, *, report: Report | None = None) -> Loaded:
     check_options(options)
     warn = report or _warn
     ops = select_ops(options.isa, options.num_threads or available_cpus(), warn=warn)
-    packed = _pack(resolve_model(options.model), options, report)
+    packed = _pack(resolve_model(options.model, progress=_stages(options.model, report)), options, report)
     for note in packed.notes:
         warn(note)
     tokenizer, template = _load_text(packed.files)
@@ -104,6 +104,20 @@ def assemble(options: EngineOptions, packed: Packed, ops: Ops, tokenizer: Tokeni
     return Loaded(config, model, manager, arena, tokenizer, template)
 
 
+def _stages(name: str, report: Report | None) -> Callable[[str, int, int], None] | None:
+    """A pull's progress as one sentence for each of its stages."""
+    if report is None:
+        return None
+    told: set[str] = set()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage not in told:
+            told.add(stage)
+            report(f"Pulling {name}: {stage}.")
+
+    return progress
+
+
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
@@ -116,19 +130,19 @@ def _pack(path: Path, options: EngineOptions, report: Report | None) -> PackedMo
     packed = load_packed(path, options.quantization, dtype)
     if packed is not None and packed.files.get(VERSION_FILE) == TEXT_VERSION:
         return packed
-    from kvist.weights import open_model
+    from kvist.weights.source import open_model
 
     if report is not None:
         report(f"Packing {path.name} for the kernels, once.")
     source = open_model(path)
-    return write_packed(path, source, options.quantization, _text_files(source.tokenizer), dtype)
+    return write_packed(path, source, options.quantization, _text_files(source.tokenizer, source.config), dtype)
 
 
-def _text_files(source: TokenizerSource) -> dict[str, bytes]:
+def _text_files(source: TokenizerSource, config: ModelConfig) -> dict[str, bytes]:
     """What a pack keeps of a model's tokenizer and template, ready to load."""
     from kvist.text.build import build_tokenizer
 
-    tokenizer_json, info = build_tokenizer(source)
+    tokenizer_json, info = build_tokenizer(source, eos_token_ids=config.eos_token_ids, bos_token_id=config.bos_token_id)
     files = {VERSION_FILE: TEXT_VERSION, TOKENIZER_FILE: tokenizer_json, INFO_FILE: info.to_json()}
     if source.chat_template is not None:
         files[TEMPLATE_FILE] = source.chat_template.encode()

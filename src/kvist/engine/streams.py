@@ -1,8 +1,8 @@
 """How deltas cross from the engine thread to event loops: one wake-up of a loop for all its requests, and bounded memory.
 
 A `Mailbox` belongs to one event loop, a `Stream` to one request. Invariants: at most one wake-up of a loop is outstanding; deltas
-of one choice that nobody has read yet are merged into one, so that a slow reader costs no more than its own text; a stream is closed
-by an error at most once, and what was delivered before the error is read first.
+of one choice that nobody has read yet are merged into one, so that a slow reader costs no more than its own text; a stream is
+closed by an error at most once, and what was delivered before the error is read first.
 """
 
 from __future__ import annotations

@@ -1,0 +1,234 @@
+"""Law L1 at the engine, on tiny models: a request's logits are its own, bit for bit, whatever happens around it.
+
+The reference is always the same: the request alone, cold, its whole prompt in one chunk, one thread. Each test asserts that what it
+is about really happened (rows were mixed, chunks were cut, blocks were hit, requests were preempted).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.tiny_engine import ISAS, Collected, Trace, drain, run, run_one, tiny_engine, trace_logits
+from kvist.engine.engine import Engine
+from kvist.request import SamplingParams
+
+WINDOWED = (24, 24, 24, 24, 24, None)
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "w4a8": {"weights": "w4a8"},
+    "bf16": {"weights": "bf16"},
+    "windowed": {"weights": "w8a8", "windows": WINDOWED},
+}
+NUM_TOKENS = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+isas = pytest.mark.parametrize("isa", ISAS)
+models = pytest.mark.parametrize("model", MODELS)
+
+
+def prompt(size: int, salt: int = 0) -> tuple[int, ...]:
+    rng = random.Random(1000 * size + salt)
+    return tuple(rng.randrange(3, 270) for _ in range(size))
+
+
+@lru_cache
+def shared_engine(isa: str, model: str) -> tuple[Engine, Trace]:
+    """Never hits: prefix caching is off."""
+    engine = tiny_engine(isa, num_kv_blocks=400, max_num_batched_tokens=512, enable_prefix_caching=False, **MODELS[model])
+    return engine, trace_logits(engine)
+
+
+@lru_cache(None)
+def alone(isa: str, model: str, tokens: tuple[int, ...], params_of: str = "greedy") -> tuple[list[bytes], str, list[int]]:
+    engine, trace = shared_engine(isa, model)
+    trace.rows.clear()
+    output = run_one(engine, list(tokens), SAMPLED if params_of == "sampled" else GREEDY)
+    return trace.of("one"), output.text, output.token_ids
+
+
+def assert_as_alone(
+    isa: str, model: str, trace: Trace, prompts: Mapping[str, tuple[int, ...]], outputs: Mapping[str, Collected]
+) -> None:
+    for name, tokens in prompts.items():
+        rows, text, token_ids = alone(isa, model, tokens)
+        assert outputs[name].token_ids == token_ids, name
+        assert outputs[name].text == text, name
+        assert trace.of(name) == rows, name
+        assert len(rows) == NUM_TOKENS
+
+
+def run_all(engine: Engine, prompts: Mapping[str, tuple[int, ...]], params: SamplingParams = GREEDY) -> dict[str, Collected]:
+    return run(engine, {name: list(tokens) for name, tokens in prompts.items()}, params)
+
+
+@isas
+@models
+@pytest.mark.parametrize("size", [2, 3, 8, 33])
+def test_any_batch(isa, model, size):
+    prompts = {f"r{i}": prompt(1 + (7 * i) % 40, i) for i in range(size)}
+    engine = tiny_engine(isa, num_kv_blocks=1200, max_num_batched_tokens=512, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs = run_all(engine, prompts)
+    assert_as_alone(isa, model, trace, prompts, outputs)
+    assert max(map(len, trace.steps)) == size
+
+
+@isas
+@models
+@pytest.mark.parametrize("budget", [1, 7, 16, 64])
+def test_any_chunking(isa, model, budget):
+    """Beside a request that is decoding already, so that chunks and decode rows share steps."""
+    prompts = {"short": prompt(3), "long": prompt(100)}
+    engine = tiny_engine(isa, num_kv_blocks=100, max_num_batched_tokens=budget, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs = run_all(engine, prompts)
+    assert_as_alone(isa, model, trace, prompts, outputs)
+    assert max(map(sum, trace.steps)) == budget
+    assert trace.mixed_steps > 0 or budget == 1
+
+
+@isas
+@models
+def test_a_prefix_hit_at_every_cut_around_a_block_edge(isa, model):
+    """Each prompt three times, then one id more, then two copies at once; the last token of a prompt is always computed."""
+    engine = tiny_engine(isa, num_kv_blocks=400, **MODELS[model])
+    trace = trace_logits(engine)
+    hits = 0
+    for size in (1, 15, 16, 17, 31, 32, 33, 47, 48, 49):
+        tokens = prompt(size, 5)
+        for repeat in range(3):
+            outputs = run_all(engine, {"r": tokens})
+            assert_as_alone(isa, model, trace, {"r": tokens}, outputs)
+            cached = outputs["r"].usage.num_cached_tokens
+            assert cached == (0 if repeat == 0 else (size - 1) // 16 * 16)
+            hits += cached
+            trace.rows.clear()
+    longer = (*prompt(48, 5), 99)
+    outputs = run_all(engine, {"r": longer})
+    assert_as_alone(isa, model, trace, {"r": longer}, outputs)
+    assert outputs["r"].usage.num_cached_tokens == 48
+    twins = dict.fromkeys(("a", "b"), prompt(49, 5))
+    outputs = run_all(engine, twins)
+    assert_as_alone(isa, model, trace, twins, outputs)
+    assert [one.usage.num_cached_tokens for one in outputs.values()] == [48, 48]
+    assert hits > 0
+    assert engine.snapshot().prompt_tokens_by_source["prefix_hit"] == hits + 48 + 96
+
+
+@isas
+@models
+def test_a_hit_into_a_generated_answer(isa, model):
+    """A second turn finds the blocks of the first answer too."""
+    engine = tiny_engine(isa, num_kv_blocks=100, **MODELS[model])
+    trace = trace_logits(engine)
+    first = run_all(engine, {"r": prompt(40, 1)})["r"]
+    second = (*prompt(40, 1), *first.token_ids, 5, 6)
+    trace.rows.clear()
+    outputs = run_all(engine, {"r": second})
+    assert_as_alone(isa, model, trace, {"r": second}, outputs)
+    assert outputs["r"].usage.num_cached_tokens == 48
+
+
+@isas
+@models
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted(isa, model, caching):
+    """A pool too small for all that runs: the newest give way and compute again."""
+    prompts = {f"r{i}": prompt(30, i) for i in range(4)}
+    blocks = 10 if model != "windowed" else 36
+    engine = tiny_engine(
+        isa, num_kv_blocks=blocks, watermark=0.0, max_num_batched_tokens=32, enable_prefix_caching=caching, **MODELS[model]
+    )
+    trace = trace_logits(engine)
+    outputs: dict[str, Collected] = {}
+    for name, tokens in prompts.items():
+        engine.add_request(name, list(tokens[:14]), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    drain(engine, outputs)
+    assert engine.snapshot().preemptions > 0
+    assert sum(one.usage.num_preemptions for one in outputs.values()) == engine.snapshot().preemptions
+    reference, reference_trace = shared_engine(isa, model)
+    for name, tokens in prompts.items():
+        reference_trace.rows.clear()
+        expected = run_one(reference, list(tokens[:14]), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        assert (outputs[name].token_ids, outputs[name].text) == (expected.token_ids, expected.text)
+        assert trace.of(name) == reference_trace.of("one")
+
+
+@isas
+@models
+def test_any_number_of_threads(isa, model):
+    prompts = {f"r{i}": prompt(20 + 13 * i, i) for i in range(4)}
+    for num_threads in (2, 3):
+        engine = tiny_engine(isa, num_threads, num_kv_blocks=200, **MODELS[model])
+        assert engine.config.num_threads == num_threads
+        trace = trace_logits(engine)
+        assert_as_alone(isa, model, trace, prompts, run_all(engine, prompts))
+
+
+@isas
+@models
+def test_without_a_cache(isa, model):
+    """The baseline computes everything again for each token, with the same kernels: the same bits for n squared work."""
+    prompts = {"a": prompt(20), "b": prompt(33)}
+    engine = tiny_engine(isa, num_kv_blocks=100, use_cache=False, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs = run_all(engine, prompts)
+    assert_as_alone(isa, model, trace, prompts, outputs)
+    assert trace.forwarded == sum(size + new for size in (20, 33) for new in range(NUM_TOKENS))
+    assert engine.snapshot().prompt_tokens_by_source["prefix_hit"] == 0
+
+
+@isas
+@models
+def test_sampling_does_not_see_the_batch_either(isa, model):
+    prompts = {f"r{i}": prompt(1 + 5 * i, i) for i in range(9)}
+    engine = tiny_engine(isa, num_kv_blocks=100, max_num_batched_tokens=16, watermark=0.0, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs = run_all(engine, prompts, SAMPLED)
+    assert trace.mixed_steps > 0
+    for name, tokens in prompts.items():
+        rows, text, token_ids = alone(isa, model, tokens, "sampled")
+        assert (outputs[name].token_ids, outputs[name].text, trace.of(name)) == (token_ids, text, rows)
+    assert any(alone(isa, model, tokens)[2] != outputs[name].token_ids for name, tokens in prompts.items())
+
+
+@st.composite
+def arrivals(draw: Any) -> list[tuple[int, int, int]]:
+    """Per request: steps to wait before it comes, prompt length, and how many of the shared first tokens it keeps."""
+    return draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 48)), min_size=2, max_size=7))
+
+
+@pytest.mark.parametrize("isa", ISAS[:2])
+@models
+@settings(max_examples=12, deadline=None)
+@given(schedule=arrivals(), budget=st.integers(1, 40), blocks=st.integers(6, 20), abort=st.integers(0, 8))
+def test_any_order_of_arrival(isa, model, schedule, budget, blocks, abort):
+    """Requests come while others run, share prefixes, are preempted, and one may be aborted; the pool ends as it began."""
+    groups = 6 if model == "windowed" else 1
+    engine = tiny_engine(isa, num_kv_blocks=blocks * groups, max_num_batched_tokens=budget, max_num_seqs=4, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs: dict[str, Collected] = {}
+    prompts = {}
+    for number, (wait, size, shared) in enumerate(schedule):
+        tokens = (prompt(48, 9)[: min(shared, size)] + prompt(60, number))[:size]
+        for _ in range(wait):
+            for delta in engine.step():
+                outputs.setdefault(delta.request_id, Collected()).add(delta)
+        prompts[f"r{number}"] = tokens
+        engine.add_request(f"r{number}", list(tokens), GREEDY)
+        if number == abort:
+            engine.abort(f"r{number}")
+            del prompts[f"r{number}"]
+        engine.scheduler.check_invariants()
+    drain(engine, outputs)
+    assert_as_alone(isa, model, trace, prompts, outputs)
+    counts = engine.snapshot().blocks_by_state
+    assert counts["live"] == 0
+    assert sum(counts.values()) == blocks * groups
