@@ -2,7 +2,7 @@
 
 A request's way: `add`, then (`match`, `attach`, `allocate`) at admission, `allocate` before each later step, `commit` and `trim`
 after it; `release` when it is preempted, `free` when it ends. The manager decides on integers only: it knows no arrays of keys and
-values, no step, no budget, no clock. Queries (`match`, `fit`, `blocks_to_admit`, `blocks_lacking`, `stats`) change nothing but the
+values, no step, no budget, no clock. Queries (`match`, `fit`, `blocks_to_admit`, `blocks_lacking`, `usage`) change nothing but the
 memo of hashes. Invariants, besides those of pool and index:
 
 * all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
@@ -27,26 +27,18 @@ from kvist.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class KVStats:
-    """The pool at one moment. Live, cached and empty blocks add up to `num_blocks`."""
+class KVUsage:
+    """The pool at one moment, in blocks; `live + cached + free == total`."""
 
-    num_blocks: int
-    num_live_blocks: int
+    total: int
+    live: int
     """Held by at least one request."""
-    num_cached_blocks: int
-    """Free, and still to be found by the prefix index until they are reused."""
-    num_empty_blocks: int
-    num_evictions: int
+    cached: int
+    """Held by nobody, but still found by the prefix index until reused."""
+    free: int
+    """Held by nobody, and of no use to anybody."""
+    evictions: int
     """Cached blocks that were reused, since the start."""
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.num_cached_blocks + self.num_empty_blocks
-
-    @property
-    def usage(self) -> float:
-        """Share of the pool that requests hold, 0 to 1."""
-        return self.num_live_blocks / self.num_blocks
 
 
 @dataclass(slots=True)
@@ -156,10 +148,10 @@ class KVManager:
         """Per group, logical block -> block id: the manager's own arrays, lent until the step is updated."""
         return self._records[request.request_id].tables
 
-    def stats(self) -> KVStats:
+    def usage(self) -> KVUsage:
         pool = self._pool
-        live = pool.num_blocks - pool.num_free
-        return KVStats(pool.num_blocks, live, pool.num_cached, pool.num_free - pool.num_cached, pool.num_evictions)
+        live, empty = pool.num_blocks - pool.num_free, pool.num_free - pool.num_cached
+        return KVUsage(total=pool.num_blocks, live=live, cached=pool.num_cached, free=empty, evictions=pool.num_evictions)
 
     # Changes
 

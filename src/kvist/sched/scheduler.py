@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvist.errors import ContextLengthError
-from kvist.kv.manager import KVManager, KVStats
+from kvist.kv.manager import KVManager, KVUsage
 from kvist.kv.prefix import PrefixMatch
 from kvist.request import FinishReason, Request, RequestStatus
 from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput
@@ -57,7 +57,7 @@ class SchedulerStats:
     """Computed tokens that preempted requests had to give up."""
     num_stalls: int
     """Times that a running request stood still in a step for want of a block."""
-    kv: KVStats
+    kv: KVUsage
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +225,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_tokens_lost=self._num_tokens_lost,
             num_stalls=self._num_stalls,
-            kv=self._manager.stats(),
+            kv=self._manager.usage(),
         )
 
     def _refuse_oversize(self, request: Request) -> None:

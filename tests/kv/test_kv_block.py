@@ -1,0 +1,86 @@
+"""Block hashes and window arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvist.kv.block import BlockHash, extend_hashes, first_block, make_key, peak_blocks, root_hash
+
+ROOT = root_hash(b"model", "bf16", 4, "")
+
+
+def hashes_of(tokens: list[int], root: BlockHash = ROOT) -> list[BlockHash]:
+    hashes: list[BlockHash] = []
+    extend_hashes(hashes, root, tokens, 4)
+    return hashes
+
+
+def test_a_hash_is_the_same_on_every_machine() -> None:
+    # SHA-256 of SHA-256(length-prefixed parts of the root) + tokens as little-endian 32-bit numbers.
+    assert hashes_of([1, 2, 3, 2**31 - 1])[0].hex() == "d58a4b12ac517ab9ea98347a824a509ca36306767a5f2a21d60920d73f36efe0"
+
+
+def test_hashes_grow_by_whole_blocks_and_do_not_depend_on_how() -> None:
+    at_once = hashes_of(list(range(12)))
+    grown = hashes_of([0, 1, 2, 3])
+    extend_hashes(grown, ROOT, list(range(4, 12)), 4)
+    extend_hashes(grown, ROOT, [], 4)
+    assert grown == at_once
+    assert len(set(at_once)) == 3
+    with pytest.raises(AssertionError):
+        extend_hashes(grown, ROOT, [1, 2, 3], 4)
+
+
+def test_a_hash_depends_on_all_tokens_before_it() -> None:
+    plain, other = hashes_of([1, 2, 3, 4, 5, 6, 7, 8]), hashes_of([9, 2, 3, 4, 5, 6, 7, 8])
+    assert plain[0] != other[0]
+    assert plain[1] != other[1]
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        root_hash(b"another model", "bf16", 4, ""),
+        root_hash(b"model", "f16", 4, ""),
+        root_hash(b"model", "bf16", 8, ""),
+        root_hash(b"model", "bf16", 4, "tenant"),
+        root_hash(b"modelbf16", "", 4, ""),
+    ],
+)
+def test_a_hash_depends_on_everything_that_changes_the_bytes(root: BlockHash) -> None:
+    assert hashes_of([1, 2, 3, 4], root) != hashes_of([1, 2, 3, 4])
+
+
+def test_parts_of_a_key_do_not_run_together() -> None:
+    assert make_key("ab", "c") != make_key("a", "bc")
+    assert make_key("ab") == make_key(b"ab")
+
+
+@pytest.mark.parametrize(
+    ("position", "window", "expected"),
+    [
+        (0, None, 0),
+        (1000, None, 0),
+        (0, 1, 0),
+        (16, 1, 1),
+        (15, 16, 0),
+        (30, 16, 0),
+        (31, 16, 1),
+        (32, 16, 1),
+        (47, 16, 2),
+        (32, 17, 1),
+    ],
+)
+def test_first_block_that_a_row_reads(position: int, window: int | None, expected: int) -> None:
+    assert first_block(position, window, 16) == expected
+
+
+@given(st.integers(1, 80), st.one_of(st.none(), st.integers(1, 40)), st.sampled_from([1, 2, 4, 16]))
+def test_peak_is_what_row_by_row_computing_holds(num_tokens: int, window: int | None, size: int) -> None:
+    held = [position // size + 1 - first_block(position, window, size) for position in range(num_tokens)]
+    assert peak_blocks(num_tokens, window, size) == max(held)
+    for position in range(num_tokens):
+        lowest = 0 if window is None else max(0, position - window + 1)
+        assert first_block(position, window, size) == lowest // size
