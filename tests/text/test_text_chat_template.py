@@ -177,7 +177,9 @@ def test_what_transformers_templates_rely_on() -> None:
     assert show("{'a': '<é>', 'b': [1]} | tojson") == '{"a": "<é>", "b": [1]}'
     assert show("[1] | tojson(indent=1)") == "[\n 1\n]"
     assert len(show("strftime_now('%Y-%m-%d')")) == 10
-    template = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}{% for i in [1, 2] %}{% break %}{% endfor %}!")
+    template = ChatTemplate(
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}{% for i in [1, 2] %}{% break %}{% endfor %}!"
+    )
     assert template.render(HI) == "Hi!"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import pytest
@@ -83,7 +84,7 @@ def whole_text(tokenizer: Tokenizer, ids: list[int], skip: bool, continues: bool
 
 def portions(ids: list[int], cuts: Iterable[int]) -> list[list[int]]:
     edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(st.data(), st.sampled_from(range(len(VOCABULARIES))), st.booleans(), st.booleans())

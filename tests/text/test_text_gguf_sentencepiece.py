@@ -1,6 +1,8 @@
-"""SentencePiece-style BPE from GGUF metadata. The reference ids are those of the sentencepiece library, given the same pieces and scores."""
+"""SentencePiece-style BPE from GGUF metadata; reference ids from the sentencepiece library, given the same pieces and scores."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 from hypothesis import given
@@ -53,7 +55,7 @@ def merge_by_score(vocab: Vocabulary, text: str) -> list[int]:
     """SentencePiece's BPE by its definition: again and again the neighbours that make the best piece, the leftmost of equals."""
     scores = dict(zip(vocab.tokens, vocab.scores or [], strict=True))
     symbols = list("▁" + text.replace(" ", "▁")) if text else []
-    while pairs := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in scores]:
+    while pairs := [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in scores]:
         _, i = min(pairs)
         symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
     ids: list[int] = []
@@ -100,7 +102,9 @@ def test_without_byte_tokens_unknown_characters_fuse_into_one_unknown() -> None:
     scores = [0.0] * 3 + [-float(i) for i in range(len(tokens) - 3)]
     types = [2, 3, 3] + [1] * (len(tokens) - 3)
     tokenizer = make(sentencepiece(tokens=tokens, scores=scores, types=types))
-    assert tokenizer.encode("a本本a", add_special_tokens=False) == [tokens.index(piece) if piece else 0 for piece in ("▁", "a", "", "a")]
+    assert tokenizer.encode("a本本a", add_special_tokens=False) == [
+        tokens.index(piece) if piece else 0 for piece in ("▁", "a", "", "a")
+    ]
 
 
 def test_a_file_without_types_knows_its_bytes_and_specials() -> None:

@@ -107,7 +107,7 @@ def test_styles(decoder: Any, style: str, strips: bool) -> None:
 
 @pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])
 def test_other_decoders_are_refused(decoder: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match="decoder .* is not supported"):
+    with pytest.raises(UnsupportedModelError, match=r"decoder .* is not supported"):
         from_hf(document(decoder=decoder), NAMES)
 
 

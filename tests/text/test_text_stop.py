@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -78,7 +79,7 @@ stops = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=4)
 @given(texts, stops, st.lists(st.integers(0, 30), max_size=10), st.booleans())
 def test_portions_do_not_matter(text: str, stop: list[str], cuts: list[int], include: bool) -> None:
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    portions = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    portions = [text[a:b] for a, b in itertools.pairwise(edges)]
     shown, matched, _ = run(stop, portions, include)
     assert (shown, matched) == by_find(stop, text, include)
 

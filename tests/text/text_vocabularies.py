@@ -69,7 +69,7 @@ def byte_level(**changes: object) -> Vocabulary:
     return vocab
 
 
-# Ids: 0 <unk>, 1 <s>, 2 </s>, 3.. the bytes (byte b is id 3 + b), then pieces, best score first, as SentencePiece's BPE trainer orders them.
+# Ids: 0 <unk>, 1 <s>, 2 </s>, 3.. the bytes (byte b is id 3 + b), then pieces, best score first.
 PIECES = ["▁t", "he", "▁the", "in", "▁▁", "▁▁▁▁", "ing", "aa", "aaa", "th", "▁", "e", "t", "h", "i", "n", "g", "a", "é", "日"]
 FIRST_PIECE = 3 + 256
 
