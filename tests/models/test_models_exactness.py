@@ -77,26 +77,27 @@ def test_chunks_do_not_matter_across_partitions(ops: Ops, weight_format: str, kv
 
 @each_format
 def test_company_does_not_matter(ops: Ops, weight_format: str, kv_format: str) -> None:
-    """One step of 2 .. 33 rows: some sequences decode, some are in the middle of their prompt, some begin."""
+    """Steps of 2 .. 33 rows: some sequences decode, some are in the middle of their prompt, some begin."""
     machine, rng = bench(ops, weight_format, kv_format), np.random.default_rng(3)
     prompts = [some_tokens(100 + i) for i in range(8)]
     expected = [alone(machine, tokens) for tokens in prompts]
-    mixed = 0
+    sequences = [machine.sequence() for _ in prompts]
+    machine.step([(sequences[i], prompts[i][: 5 + 17 * i]) for i in range(2, 8)])
+    mixed = began = 0
     for rows in range(2, 34):
         counts = split(rows, rng)
-        starts = [int(rng.integers(1, LENGTH - count)) if rng.random() < 0.8 else 0 for count in counts]
-        sequences = [machine.sequence() for _ in counts]
-        if prefixes := [(s, p[:start]) for s, p, start in zip(sequences, prompts, starts, strict=False) if start]:
-            machine.step(prefixes)
-        work = [(s, p[i : i + n]) for s, p, i, n in zip(sequences, prompts, starts, counts, strict=False)]
-        results = machine.step(work)
+        chosen = rng.permutation(8)[: len(counts)]
+        for i, count in zip(chosen, counts, strict=True):
+            if sequences[i].length + count > LENGTH:
+                machine.release(sequences[i])
+        starts = [sequences[i].length for i in chosen]
+        results = machine.step([(sequences[i], prompts[i][s : s + n]) for i, s, n in zip(chosen, starts, counts, strict=True)])
         assert sum(map(len, results)) == rows
-        for result, logits, start, count in zip(results, expected, starts, counts, strict=False):
-            same_bits(result, logits[start : start + count])
-        mixed += 1 in counts and max(counts) > 1
-        for sequence in sequences:
-            machine.release(sequence)
+        for i, start, count, result in zip(chosen, starts, counts, results, strict=True):
+            same_bits(result, expected[i][start : start + count])
+        mixed, began = mixed + (1 in counts and max(counts) > 1), began + (0 in starts)
     assert mixed >= 10
+    assert began >= 2
 
 
 def split(rows: int, rng: np.random.Generator) -> list[int]:
