@@ -29,11 +29,13 @@ def outcome(path: Path) -> str:
     try:
         for _ in open_model(path).packed():
             pass
-    except ModelError as error:
-        assert str(path) in str(error)
-        assert "\n" not in str(error)
-        return type(error).__name__
-    return "ok"
+    except ModelError as caught:
+        error = caught
+    else:
+        return "ok"
+    assert str(path) in str(error)
+    assert "\n" not in str(error)
+    return type(error).__name__
 
 
 def test_every_truncation_is_one_sentence(sound: bytes, tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_random_flips_in_the_header_never_give_another_error(sound: bytes, tmp_p
     rng = np.random.default_rng(7)
     seen = set()
     tracemalloc.start()
-    for _ in range(400):
+    for _ in range(250):
         raw = bytearray(sound)
         for at in rng.integers(0, header, size=rng.integers(1, 4)):
             raw[at] = rng.integers(0, 256)
@@ -70,13 +72,13 @@ def test_random_flips_in_the_header_never_give_another_error(sound: bytes, tmp_p
 def test_every_byte_of_the_first_kilobyte_set_to_ones(sound: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     outcomes = []
-    for at in range(1024):
+    for at in range(0, 1024, 4):
         raw = bytearray(sound)
         raw[at] = 255
         path.write_bytes(raw)
         outcomes.append(outcome(path))
     assert outcomes[:4] == ["ModelFormatError"] * 4
-    assert outcomes.count("ModelFormatError") > 300
+    assert outcomes.count("ModelFormatError") > 80
 
 
 @pytest.mark.parametrize(

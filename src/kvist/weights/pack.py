@@ -11,6 +11,7 @@ One pack per (content fingerprint, layout version, quantization, dtype) in `cach
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -29,7 +30,7 @@ from kvist.weights.files import content_files
 from kvist.weights.fingerprint import fingerprint_files
 from kvist.weights.locks import exclusive
 from kvist.weights.packfile import DamagedPackError, PackReader, PackWriter
-from kvist.weights.quantize import BITS, target_format
+from kvist.weights.quantize import BITS
 from kvist.weights.source import ModelSource
 
 LAYOUT_VERSION = 1
@@ -116,11 +117,17 @@ def _write(target: Path, source: ModelSource, quantization: Quantization | None,
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    _sync_folder(target.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make a rename in `path` last. Where that fails the pack is whole all the same; a crash could at worst lose it."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _stream(
@@ -151,7 +158,7 @@ def _notes(formats: Mapping[str, str], quantization: Quantization | None) -> lis
     dense = [name for name, format in formats.items() if format not in BITS]
     if dense:
         notes.append(f"{len(dense)} matrices ({dense[0]} ...) have rows that are no multiple of {GROUP} and stay unquantized.")
-    finer = [name for name, format in formats.items() if format in BITS and format != target_format(name, quantization)]
+    finer = [name for name, format in formats.items() if BITS.get(format, 16) < BITS[quantization]]
     if finer:
         notes.append(f"{len(finer)} matrices ({finer[0]} ...) are in 4 bits in the file already; {quantization} leaves them so.")
     return notes

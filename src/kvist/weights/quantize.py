@@ -24,27 +24,30 @@ ROWS_AT_ONCE = 4096
 """Rows encoded at a time: float32 copies of a large embedding would not fit twice."""
 
 
+def _divide(groups: F32, scale: F32) -> F32:
+    """Groups [n, G, 32] by their scales [n, G], rounded to nearest; 0 where the scale is 0. Values that are not finite
+    pass through: they show in the scale, and `require_finite` refuses them there."""
+    wide = scale[:, :, None]
+    with np.errstate(invalid="ignore"):
+        return np.rint(np.divide(groups, wide, out=np.zeros_like(groups), where=wide > 0))
+
+
 def quantize_w8(values: F32) -> tuple[npt.NDArray[np.int8], F32]:
     """Values [n, k] as scale * q, q in -127..127 and scale float32 [n, k / 32]; an all-zero group has scale 0."""
     groups = values.reshape(len(values), -1, GROUP)
     scale = np.abs(groups).max(axis=2) / np.float32(127)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    # A subnormal scale has no finite inverse; such a group is zero for every purpose.
-    inverse[~np.isfinite(inverse)] = 0
-    with np.errstate(invalid="ignore"):  # values that are not finite show in the scale, and are refused by `require_finite`
-        q = np.rint(groups * inverse[:, :, None]).clip(-127, 127).astype(np.int8)
+    with np.errstate(invalid="ignore"):
+        q = _divide(groups, scale).clip(-127, 127).astype(np.int8)
     return q.reshape(values.shape), scale
 
 
 def quantize_w4(values: F32) -> tuple[npt.NDArray[np.uint8], F32, F32]:
-    """Values [n, k] as scale * q + minimum, q in 0..15; scale and minimum float32 [n, k / 32]."""
+    """Values [n, k] as scale * q + minimum, q in 0..15; scale and minimum float32 [n, k / 32]; a constant group has scale 0."""
     groups = values.reshape(len(values), -1, GROUP)
     minimum = groups.min(axis=2)
-    scale = (groups.max(axis=2) - minimum) / np.float32(15)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    inverse[~np.isfinite(inverse)] = 0
     with np.errstate(invalid="ignore"):
-        q = np.rint((groups - minimum[:, :, None]) * inverse[:, :, None]).clip(0, 15).astype(np.uint8)
+        scale = (groups.max(axis=2) - minimum) / np.float32(15)
+        q = _divide(groups - minimum[:, :, None], scale).clip(0, 15).astype(np.uint8)
     return q.reshape(values.shape), scale, minimum
 
 
