@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,19 @@ def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
         cli.guarded(command)()
     assert left.value.exit_code == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_warning_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        warnings.warn("It is slow here.", RuntimeWarning, stacklevel=1)
+
+    app = typer.Typer()
+    app.command()(command)
+    monkeypatch.setattr(cli, "build_app", lambda wanted: app)
+    before = warnings.showwarning
+    assert status([]) == 0
+    assert capsys.readouterr().err == "kvist: warning: It is slow here.\n"
+    assert warnings.showwarning is before
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -91,7 +91,8 @@ def resident_bytes() -> int | None:
 def peak_resident_bytes() -> int:
     """The most memory that this process ever had in RAM."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if platform.system() == "Darwin" else peak * 1024
+    # The kernel counts the peak lazily, so that it may lag behind what is resident now.
+    return max(peak if platform.system() == "Darwin" else peak * 1024, resident_bytes() or 0)
 
 
 def read_bandwidth(num_threads: int, *, megabytes: int = 256, rounds: int = 3) -> float:

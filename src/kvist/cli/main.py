@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -51,6 +52,11 @@ def report(error: KvistError | OSError) -> int:
         message = f"{error.filename}: {error.strerror}."
     print(f"kvist: {message}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 1
+
+
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning as a sentence, without the line of code that gave it."""
+    print(f"kvist: warning: {message}", file=sys.stderr)
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        build_app(wanted)(args=arguments, prog_name="kvist")
+        with warnings.catch_warnings():
+            warnings.showwarning = show_warning
+            build_app(wanted)(args=arguments, prog_name="kvist")
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 
