@@ -14,7 +14,7 @@ import typer
 
 from kvist.bench.workloads import WORKS, Work
 from kvist.cli.options import JsonFlag, engine_options, takes
-from kvist.cli.terminal import print_json, progress
+from kvist.cli.terminal import dim, print_json, progress, say
 from kvist.config import EngineOptions, format_bytes
 from kvist.errors import UsageError
 
@@ -69,7 +69,7 @@ def run_works(options: EngineOptions, works: Sequence[Work], rounds: int, comman
     from kvist import LLM
     from kvist.bench import latency, machine, measure, throughput
 
-    llm = LLM(**asdict(options))
+    llm = LLM(**asdict(options), report=lambda message: say(dim(message)))
     config = llm.engine.config
     generate = measure.generator(llm)
     measure.warm_up(generate, config.model.vocab_size)
