@@ -140,9 +140,13 @@ def _typed_lines() -> Iterator[str]:
     """Lines that a person types, with history where the system offers it; ends at Ctrl-D."""
     with suppress(ImportError):
         import readline  # noqa: F401  (importing it is what gives input() editing and history)
+    # input() would put the prompt line among the answers where those go into a pipe or a file.
+    shown = "> " if sys.stdout.isatty() else ""
     while True:
+        if not shown:
+            print("> ", end="", file=sys.stderr, flush=True)
         try:
-            yield input("> ")
+            yield input(shown)
         except EOFError:
             say("")
             return
