@@ -6,14 +6,13 @@ runs, and serves until a signal. It knows the server's and the engine's construc
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvist.cli.options import engine_options, takes
-from kvist.config import EngineConfig, EngineOptions, describe_pool, require_one_of
+from kvist.config import EngineConfig, EngineOptions, require_one_of
 from kvist.errors import ConfigError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -60,16 +59,18 @@ def serve(
     from kvist.server.run import address_of, bind, serve_app
     from kvist.server.state import ServerOptions
 
-    screen = Console(stderr=True, highlight=False, markup=False)
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     listener = bind(host, port)
     try:
-        engine = Engine.from_options(options, report=screen.print)
+        engine = Engine.from_options(options, report=say)
         app = create_app(AsyncEngine(engine), ServerOptions(api_keys=keys, served_model_names=names))
-        screen.print(_summary(engine.config, names, address_of(listener), bool(keys)))
-        status = serve_app(app, listener, on_ready=lambda: screen.print("Ready. Ctrl+C ends."), log_level=log_level)
+        say(_summary(engine.config, names, address_of(listener), bool(keys)))
+        status = serve_app(app, listener, on_ready=lambda: say("Ready. Ctrl+C ends."), log_level=log_level)
     finally:
         listener.close()
-    screen.print("Stopped.")
+    say("Stopped.")
     raise typer.Exit(status)
 
 
@@ -89,18 +90,10 @@ def _names(values: list[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values or ()))
 
 
-def _summary(config: EngineConfig, names: tuple[str, ...], address: str, keys: bool) -> Table:
-    """What runs, one line a thing."""
-    table = Table.grid(padding=(0, 2))
-    rows = (
-        ("model", ", ".join(names or (config.served_model_name,))),
-        ("profile", config.profile),
-        ("threads", f"{config.num_threads} ({config.isa})"),
-        ("memory", describe_pool(config)),
-        ("context", f"{config.effective_max_len:,} tokens"),
-        ("requests", f"{config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a step"),
-        ("address", f"{address}/v1" + (" (API key needed)" if keys else "")),
+def _summary(config: EngineConfig, names: tuple[str, ...], address: str, keys: bool) -> str:
+    """What the loader has not said already: it reports the model, the threads and what the pool holds."""
+    return (
+        f"Profile {config.profile}; context {config.effective_max_len:,} tokens; {config.max_num_seqs} requests at once, "
+        f"{config.max_num_batched_tokens} tokens a step.\n"
+        f"Serving {', '.join(names or (config.served_model_name,))} on {address}/v1{' (API key needed)' if keys else ''}."
     )
-    for name, value in rows:
-        table.add_row(name, value)
-    return table

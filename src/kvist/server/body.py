@@ -46,33 +46,41 @@ async def _read(request: Request, limit: int) -> bytes:
             await _discard(request)
         raise too_large
     parts: list[bytes] = []
-    size = 0
+    size, more = 0, True
     try:
         async with asyncio.timeout(READ_SECONDS):
-            async for chunk in request.stream():
+            while more:
+                chunk, more = await _chunk(request)
                 size += len(chunk)
                 if size > limit:
-                    parts.clear()
                     break
                 parts.append(chunk)
     except TimeoutError:
         raise Refusal(408, "The body did not arrive in time.", code="timeout", headers={"connection": "close"}) from None
     if size > limit:
-        await _discard(request)
+        parts.clear()
+        if more:
+            await _discard(request)
         raise too_large
     return b"".join(parts)
+
+
+async def _chunk(request: Request) -> tuple[bytes, bool]:
+    """The next piece, and whether more follow."""
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ClientDisconnect
+    return message.get("body", b""), message.get("more_body", False)
 
 
 async def _discard(request: Request) -> None:
     """Read on for a moment without keeping anything: most clients look for an answer only after they have sent it all."""
     try:
         async with asyncio.timeout(DISCARD_SECONDS):
-            while (message := await request.receive())["type"] == "http.request":
-                if not message.get("more_body", False):
-                    return
+            while (await _chunk(request))[1]:
+                pass
     except TimeoutError:
         return
-    raise ClientDisconnect
 
 
 def parse(body: bytes) -> Any:

@@ -1,0 +1,164 @@
+"""Starting and ending: a taken port is one sentence, SIGTERM drains, the deadline ends a stream, a second signal ends at once.
+
+Signals need a main thread, so these run a small program of their own around the fake engine.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from server_fakes import wait_until
+from server_sse import COMPLETIONS, events_of
+
+from kvist.cli.main import main
+from kvist.errors import ConfigError
+from kvist.server.run import AddressError, address_of, bind
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from server_fakes import FakeEngine
+from kvist.server.app import create_app
+from kvist.server.run import address_of, bind, serve_app
+
+class SlowEngine(FakeEngine):
+    async def generate(self, *arguments, **keywords):
+        import asyncio
+        async for deltas in super().generate(*arguments, **keywords):
+            await asyncio.sleep(0.02)
+            yield deltas
+    async def shutdown(self):
+        await super().shutdown()
+        print("engine down", flush=True)
+
+listener = bind("127.0.0.1", 0)
+app = create_app(SlowEngine())
+status = serve_app(app, listener, on_ready=lambda: print(address_of(listener), flush=True), drain_seconds=int(sys.argv[2]))
+print("ended", flush=True)
+sys.exit(status)
+"""
+
+
+@contextmanager
+def program(drain_seconds: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(drain_seconds)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def rest_of(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output.split("\n")[:-1]
+
+
+def long_stream(address: str) -> tuple[httpx.Client, httpx.Response, Iterator[bytes]]:
+    client = httpx.Client(timeout=60)
+    body = {"prompt": "a", "max_tokens": 80, "ignore_eos": True, "stream": True}
+    response = client.send(client.build_request("POST", address + COMPLETIONS, json=body), stream=True)
+    return client, response, response.iter_raw()
+
+
+def refuses(address: str) -> bool:
+    try:
+        httpx.get(f"{address}/health")
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_a_signal_lets_open_streams_finish_and_takes_no_new_ones() -> None:
+    with program(60) as (process, address):
+        client, response, pieces = long_stream(address)
+        first = next(pieces)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: refuses(address), "new connections are refused")
+        events = events_of(first + b"".join(pieces))
+        assert events[-1] == "[DONE]"
+        assert len(events) > 60
+        response.close()
+        client.close()
+        assert rest_of(process) == (0, ["engine down", "ended"])
+
+
+def test_the_drain_has_a_deadline() -> None:
+    with program(0) as (process, address):
+        client, response, pieces = long_stream(address)
+        next(pieces)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            b"".join(pieces)
+        response.close()
+        client.close()
+        assert rest_of(process) == (0, ["engine down", "ended"])
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
+    with program(60) as (process, address):
+        client, response, pieces = long_stream(address)
+        next(pieces)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: refuses(address), "the first signal was taken")
+        process.send_signal(second)
+        status, lines = rest_of(process)
+        assert status == 1
+        assert lines[-1:] == ["ended"]
+        response.close()
+        client.close()
+
+
+def test_a_taken_port_is_one_sentence_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressError, match=f"port {port}"):
+            bind("127.0.0.1", port)
+        with pytest.raises(SystemExit) as end:
+            main(["serve", "--port", str(port), "--model", "/no/such/model.gguf"])
+    assert end.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("kvist: Cannot listen on 127.0.0.1 port")
+    assert "--port" in lines[0]
+
+
+def test_addresses() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        assert address_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(ConfigError, match="--port"):
+        bind("127.0.0.1", 70000)
+    with pytest.raises(AddressError, match="host"):
+        bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--api-key", ""], "--api-key"),
+        (["--api-key", "a,,b"], "--api-key"),
+        (["--api-key", "ü"], "--api-key"),
+        (["--served-model-name", ""], "--served-model-name"),
+        (["--log-level", "loud"], "--log-level"),
+        (["--port", "99999"], "--port"),
+        (["--isa", "avx9000"], "isa"),
+    ],
+)
+def test_bad_usage_exits_with_2_and_names_the_flag(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *arguments])
+    assert end.value.code == 2
+    assert word in capsys.readouterr().err
