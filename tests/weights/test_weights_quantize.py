@@ -17,6 +17,9 @@ from kvist.kernels.packing import pack_w4, pack_w8, unpack
 from kvist.weights import ModelSource, open_model
 from kvist.weights.quantize import encode, quantize_w4, quantize_w8
 
+TINY = 1e-40
+"""Where float32 itself has no steps fine enough."""
+
 matrices = hnp.arrays(
     np.float32, st.tuples(st.integers(1, 9), st.sampled_from([32, 64, 96])), elements=st.floats(-1e3, 1e3, width=32)
 )
@@ -26,7 +29,7 @@ matrices = hnp.arrays(
 def test_w8_moves_a_value_by_half_a_step_at_most(w: np.ndarray) -> None:
     q, scale = quantize_w8(w)
     step = np.repeat(scale, 32, axis=1)
-    assert (np.abs(unpack(pack_w8(q, scale)) - w) <= step * 0.50001).all()
+    assert (np.abs(unpack(pack_w8(q, scale)) - w) <= step * 0.50001 + TINY).all()
     assert q.min() >= -127
 
 
@@ -36,7 +39,7 @@ def test_w4_moves_a_value_by_half_a_step_at_most(w: np.ndarray) -> None:
     assert q.max() <= 15
     step = np.repeat(scale, 32, axis=1)
     slack = np.abs(np.repeat(minimum, 32, axis=1)) * 1e-6
-    assert (np.abs(unpack(pack_w4(q, scale, minimum)) - w) <= step * 0.50001 + slack).all()
+    assert (np.abs(unpack(pack_w4(q, scale, minimum)) - w) <= step * 0.50001 + slack + TINY).all()
 
 
 def test_groups_without_spread_are_exact() -> None:

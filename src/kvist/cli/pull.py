@@ -49,12 +49,16 @@ def _progress_bar() -> Iterator[Progress]:
         bar.stop()
 
 
+def _at_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
 def _ask(accepted: bool, name: str) -> Accept:
     def accept(terms: Terms) -> bool:
         print(f"{terms.title}\n\n{terms.text}\n", file=sys.stderr)
         if accepted:
             return True
-        if not sys.stdin.isatty():
+        if not _at_terminal():
             raise DownloadError(f"{name} needs the {terms.title} accepted: run this in a terminal, or add --accept-terms.")
         return typer.confirm(f"Do you accept the {terms.title}?", err=True)
 
