@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from kvist.errors import InvalidRequestError
 from kvist.server.failures import Refusal
+
+T = TypeVar("T")
 
 MAX_DEPTH = 64
 READ_SECONDS = 60.0
@@ -24,13 +27,18 @@ SMALL_BODY = 64 * 1024
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """The body's JSON object. Raises InvalidRequestError (malformed), Refusal (413, 408) and ClientDisconnect."""
+async def read_body(request: Request, limit: int, understand: Callable[[dict[str, Any]], T]) -> T:
+    """What `understand` makes of the body's JSON object. Raises what it raises, InvalidRequestError for what is no such object,
+    Refusal (413, 408) and ClientDisconnect."""
+
+    def run() -> T:
+        value = parse(body)
+        if not isinstance(value, dict):
+            raise InvalidRequestError(f"The body must be a JSON object, not {_kind(value)}.")
+        return understand(value)
+
     body = await _read(request, limit)
-    value = parse(body) if len(body) <= SMALL_BODY else await asyncio.to_thread(parse, body)
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"The body must be a JSON object, not {_kind(value)}.")
-    return value
+    return run() if len(body) <= SMALL_BODY else await asyncio.to_thread(run)
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -10,6 +10,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,7 @@ from starlette.responses import Response
 
 from kvist.errors import InvalidRequestError
 from kvist.request import OutputDelta, TokenLogprob
-from kvist.server.body import read_json
+from kvist.server.body import read_body
 from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import TokenLabels, chat_entries
 from kvist.server.protocol import ChatRequest, parse_request
@@ -37,7 +38,7 @@ async def create_chat_completion(request: Request) -> Response:
     """OpenAI's chat completions."""
     state = state_of(request)
     with state.metrics.begin("chat") as record:
-        body = parse_request(ChatRequest, await read_json(request, state.options.max_body_bytes))
+        body = await read_body(request, state.options.max_body_bytes, partial(parse_request, ChatRequest))
         return GenerationResponse(state.engine, await plan_chat(state, body), record)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,7 +17,7 @@ from starlette.responses import Response
 
 from kvist.engine.admission import check_request
 from kvist.request import OutputDelta
-from kvist.server.body import read_json
+from kvist.server.body import read_body
 from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import CompletionLogprobs, TokenLabels, join_pieces
 from kvist.server.protocol import CompletionRequest, parse_request
@@ -25,13 +26,16 @@ from kvist.server.streaming import GenerationResponse, Plan, dumps
 
 router = APIRouter()
 
+MANY_TOKENS = 50_000
+"""Prompts longer than this, together, are checked in a thread, so that others' streams go on."""
+
 
 @router.post("/v1/completions")
 async def create_completion(request: Request) -> Response:
     """OpenAI's completions."""
     state = state_of(request)
     with state.metrics.begin("completions") as record:
-        body = parse_request(CompletionRequest, await read_json(request, state.options.max_body_bytes))
+        body = await read_body(request, state.options.max_body_bytes, partial(parse_request, CompletionRequest))
         return GenerationResponse(state.engine, await plan_completion(state, body), record)
 
 
@@ -44,11 +48,15 @@ async def plan_completion(state: ServerState, body: CompletionRequest) -> Plan:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    prompts = body.prompts()
+    prompts = body.prompts
     encoded = await asyncio.gather(*(_token_ids(state, prompt, body.add_special_tokens) for prompt in prompts))
-    for token_ids in encoded:
-        # The engine checks again; here no prompt starts before all have been looked at.
-        check_request(state.engine.config, token_ids, params)
+
+    def check_all() -> None:
+        """The engine checks again; here no prompt starts before all have been looked at."""
+        for token_ids in encoded:
+            check_request(state.engine.config, token_ids, params)
+
+    await asyncio.to_thread(check_all) if sum(map(len, encoded)) > MANY_TOKENS else check_all()
     request_id = f"cmpl-{uuid.uuid4().hex}"
     jobs = tuple(
         Job(

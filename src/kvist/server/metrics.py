@@ -7,6 +7,7 @@ engine step. Invariants: each request ends in exactly one outcome; the sources o
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -22,6 +23,8 @@ from starlette.responses import Response
 from kvist.errors import UsageError
 from kvist.server.client import Snapshot
 from kvist.server.generation import ClientGone
+
+log = logging.getLogger("kvist.server")
 
 WAIT_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -87,8 +90,10 @@ class RequestRecord:
     def end(self, outcome: str) -> None:
         if not self._ended:
             self._ended = True
+            seconds = time.perf_counter() - self._start
             self._metrics.requests.labels(self._route, outcome).inc()
-            self._metrics.end_to_end.observe(time.perf_counter() - self._start)
+            self._metrics.end_to_end.observe(seconds)
+            log.debug("%s: %s after %.3f s", self._route, outcome, seconds)
 
 
 def _outcome(error: BaseException) -> str:

@@ -6,9 +6,9 @@ OpenAI. Wrong types are never converted: `"temperature": "0.5"` is a mistake, no
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from kvist.errors import InvalidRequestError
 from kvist.request import MAX_LOGPROBS, SamplingParams
@@ -39,6 +39,29 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Fields of OpenAI's that kvist does not offer, with the values that ask for nothing."""
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The four forms of a prompt as one. Raises InvalidRequestError."""
+    if isinstance(value, str):
+        return [value]
+    wrong = InvalidRequestError(
+        "prompt must be a string, a list of strings, a list of token ids or a list of such lists, none of them empty.",
+        param="prompt",
+    )
+    if not isinstance(value, list) or not value:
+        raise wrong
+    if _all_ids(value):
+        return [value]
+    if not (all(isinstance(item, str) for item in value) or all(isinstance(item, list) and _all_ids(item) for item in value)):
+        raise wrong
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt takes at most {MAX_PROMPTS} prompts, not {len(value)}.", param="prompt")
+    return value
+
+
+def _all_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
 
 
 class StreamOptions(BaseModel):
@@ -151,7 +174,8 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`. `max_tokens` 0 scores the prompt (with `echo` and `logprobs`)."""
 
-    prompt: Any
+    prompts: Annotated[list[str | list[int]], PlainValidator(_prompts)] = Field(alias="prompt")
+    """One entry per prompt, text or token ids."""
     max_tokens: int = Field(default=16, ge=0)
     best_of: int | None = None
     echo: bool = False
@@ -163,29 +187,6 @@ class CompletionRequest(GenerationRequest):
         if self.best_of is not None and self.best_of != self.n:
             raise InvalidRequestError("best_of other than n is not offered; leave it out.", param="best_of")
         return self
-
-    def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt, text or token ids. Raises InvalidRequestError."""
-        value = self.prompt
-        if isinstance(value, str):
-            return [value]
-        wrong = InvalidRequestError(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, none of them empty.",
-            param="prompt",
-        )
-        if not isinstance(value, list) or not value:
-            raise wrong
-        if _all_ids(value):
-            return [value]
-        if not (all(isinstance(item, str) for item in value) or all(isinstance(item, list) and _all_ids(item) for item in value)):
-            raise wrong
-        if len(value) > MAX_PROMPTS:
-            raise InvalidRequestError(f"prompt takes at most {MAX_PROMPTS} prompts, not {len(value)}.", param="prompt")
-        return value
-
-
-def _all_ids(value: list[Any]) -> bool:
-    return bool(value) and all(type(item) is int for item in value)
 
 
 def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:

@@ -71,9 +71,8 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._stream(send) if self._plan.stream else self._whole(scope, receive, send)
         try:
-            with self._record as record:
+            with self._record:
                 await unless_gone(receive, work)
-                record.end("completed")
         except ClientGone:
             log.debug("the client of %s went away", self._plan.jobs[0].request_id)
         except InvalidRequestError as error:
@@ -92,6 +91,7 @@ class GenerationResponse(Response):
                     batch = await anext(batches, None)
                 last = [self._plan.format.usage_event(self._tally.usage())] if self._plan.include_usage else []
                 await self._write(send, [*last, "[DONE]"])
+                self._record.end("completed")
             except Exception as error:
                 if not isinstance(error, KvistError):
                     log.exception("a stream failed")
@@ -120,6 +120,7 @@ class GenerationResponse(Response):
         finally:
             await batches.aclose()
         body = dumps(self._plan.format.answer(choices, self._tally.usage()))
+        self._record.end("completed")
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _batches(self) -> AsyncGenerator[Batch, None]:
