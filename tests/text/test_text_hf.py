@@ -35,9 +35,16 @@ def test_ends_from_every_file() -> None:
     assert info.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+def test_known_turn_ends_count_where_they_are_special() -> None:
+    assert from_hf(document(), NAMES)[1].eos_token_ids == (1, 2)
+    added = json.loads(document())["added_tokens"]
+    added[2]["special"] = False
+    assert from_hf(document(added_tokens=added), NAMES)[1].eos_token_ids == (1,)
+
+
 def test_ids_of_the_models_configuration_where_the_tokenizers_is_silent() -> None:
     _, info = from_hf(document(), {}, eos_token_ids=[1], bos_token_id=0)
-    assert (info.bos_token_id, info.eos_token_ids) == (0, (1,))
+    assert (info.bos_token_id, info.eos_token_ids) == (0, (1, 2))
     assert info.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 

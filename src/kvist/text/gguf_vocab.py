@@ -16,23 +16,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvist.errors import ModelFormatError, UnsupportedModelError
-from kvist.text.info import SPACE_MARK, TokenizerInfo
+from kvist.text.info import SPACE_MARK, TURN_ENDS, TokenizerInfo
 from kvist.text.pretokenizers import find_pretokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-
-TURN_ENDS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<end_of_turn>",
-    "<EOT>",
-    "<｜end▁of▁sentence｜>",
-)
-"""Control tokens that end a turn or a text wherever they exist. GGUF names one EOS only, and chat models use two or three."""
 
 
 class GGUFVocabulary(Protocol):
@@ -112,8 +99,7 @@ def _types(vocab: GGUFVocabulary, tokens: list[str]) -> list[int]:
         for token_id in (vocab.bos_token_id, vocab.eos_token_id, vocab.eot_token_id, vocab.eom_token_id):
             if token_id is not None and tokens[token_id][:1] in "<[":
                 types[token_id] = CONTROL
-    ends = set(TURN_ENDS)
-    return [CONTROL if token in ends and kind != CONTROL else kind for token, kind in zip(tokens, types, strict=True)]
+    return [CONTROL if token in TURN_ENDS and kind != CONTROL else kind for token, kind in zip(tokens, types, strict=True)]
 
 
 def _byte_level(vocab: GGUFVocabulary, tokens: list[str], types: list[int]) -> tuple[bytes, TokenizerInfo]:
@@ -241,8 +227,7 @@ def _document(tokens: list[str], types: list[int], model: dict[str, Any], **part
 
 
 def _end_ids(named: Sequence[int | None], tokens: list[str]) -> tuple[int, ...]:
-    ends = set(TURN_ENDS)
-    return tuple(sorted({i for i in named if i is not None} | {i for i, token in enumerate(tokens) if token in ends}))
+    return tuple(sorted({i for i in named if i is not None} | {i for i, token in enumerate(tokens) if token in TURN_ENDS}))
 
 
 def _names(tokens: list[str], bos: int | None, eos: int | None, unk: int | None, pad: int | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from kvist.errors import ModelFormatError, UnsupportedModelError
-from kvist.text.info import SPACE_MARK, Style, TokenizerInfo
+from kvist.text.info import SPACE_MARK, TURN_ENDS, Style, TokenizerInfo
 from kvist.text.tokenizer import parse_tokenizer_json
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -27,8 +27,9 @@ def from_hf(
     """The tokenizer.json (completed by the added tokens that only `config` has) and its info.
 
     `config` is tokenizer_config.json, with special_tokens_map.json's entries where it lacks them. `eos_token_ids` and
-    `bos_token_id` are config.json's and generation_config.json's; the ends of text are those and the tokenizer's own. BOS goes in
-    front of raw text if `config` says so (add_bos_token), else if tokenizer.json's post-processor does it.
+    `bos_token_id` are config.json's and generation_config.json's; the ends of text are those, the tokenizer's own and the special
+    tokens that end a turn in every model (info.TURN_ENDS), as from a GGUF file. BOS goes in front of raw text if `config` says so
+    (add_bos_token), else if tokenizer.json's post-processor does it.
 
     Raises ModelFormatError for a damaged file and UnsupportedModelError for a decoder that is neither byte-level nor
     SentencePiece's.
@@ -48,6 +49,7 @@ def from_hf(
         ends.add(eos)
     elif ends and (text := backend.id_to_token(min(ends))) is not None:
         names["eos_token"] = text
+    ends |= {i for i, token in backend.get_added_tokens_decoder().items() if token.special and token.content in TURN_ENDS}
     info = TokenizerInfo(
         vocab_size=max(vocab.values(), default=-1) + 1,
         style=style,

@@ -16,6 +16,21 @@ from typing import Any, Literal
 Style = Literal["byte_level", "sentencepiece"]
 
 SPACE_MARK = "▁"
+TURN_ENDS = frozenset(
+    [
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<EOT>",
+        "<｜end▁of▁sentence｜>",
+    ]
+)
+"""Special tokens that end a turn or a text wherever they exist. Files name one EOS only, while chat models use two or three."""
+
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
