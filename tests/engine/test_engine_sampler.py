@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.engine.sampler import SamplingState, sample, sample_row, token_logprob, top_indices, uniform
+from kvist.engine.sampler import SamplingState, pick, sample, sample_row, token_logprob, top_indices, uniform
 from kvist.request import Request, SamplingParams
 
 
@@ -67,6 +67,21 @@ def test_inverse_cdf_in_order_of_ids():
     for seed in range(100):
         expected = int(np.searchsorted(np.cumsum(probabilities), uniform(seed, 3, 5), side="right"))
         assert sample_row(row, state(SamplingParams(), seed=seed, choice=3, output=[0] * 5)) == expected
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-9, 0.25, 1.0]), min_size=1, max_size=600).filter(any), st.floats(0, 1, exclude_max=True))
+def test_pick_is_an_inverse_cdf_that_skips_what_weighs_nothing(weights, share):
+    place = pick(np.array(weights, np.float32), share)
+    assert weights[place] > 0
+    total = sum(weights)
+    assert sum(weights[:place]) <= share * total + 1e-9 * len(weights)
+    assert sum(weights[: place + 1]) >= share * total - 1e-9 * len(weights)
+
+
+def test_pick_at_both_ends():
+    weights = np.zeros(1000, np.float32)
+    weights[[300, 700]] = 1.0
+    assert [pick(weights, share) for share in (0.0, 0.4999, 0.5, 1 - 2**-53)] == [300, 300, 700, 700]
 
 
 def test_top_k_keeps_exactly_k_ties_by_id():

@@ -1,9 +1,9 @@
 """From logits to token ids: the sampling twin in NumPy, which defines what a native sampler must do.
 
-Each row is computed by itself, in float64, from its own logits, tokens, seed and position, so that its bits never depend on the
-batch; only the plain greedy case is done for all rows at once (an argmax has no arithmetic to reorder). One uniform number is drawn
-per token, from a counter-based generator keyed by (seed, choice, position), and the token is found by inverse CDF in ascending
-order of ids: a preempted request draws again what it drew before. Ties go to the lowest id everywhere.
+Each row is computed by itself, in float32 with sums in float64, from its own logits, tokens, seed and position, so that its bits
+never depend on the batch; only the plain greedy case is done for all rows at once (an argmax has no arithmetic to reorder). One
+uniform number is drawn per token, from a counter-based generator keyed by (seed, choice, position), and the token is found by
+inverse CDF in ascending order of ids. Ties go to the lowest id everywhere.
 
 The order of the steps is vLLM's: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. Log probabilities are
 those of the model's own distribution, before all of it. This module knows no text, no blocks and no scheduler.
@@ -13,6 +13,7 @@ Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ from kvist.request import Request, SamplingParams, TokenLogprob
 F64 = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 _MASK64 = 2**64 - 1
+SPAN = 256
 
 
 @dataclass
@@ -114,10 +116,10 @@ def sample(logits: F32, states: Sequence[SamplingState]) -> list[Sampled]:
 def sample_row(row: F32, state: SamplingState) -> int:
     """The next token of one request, from its own logits. Raises EngineError when they hold no number."""
     params = state.request.sampling_params
-    logits = _finite(row)
+    logits = _finite(row).copy()
     if params.logit_bias:
         ids = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
-        logits[ids] += np.fromiter(params.logit_bias.values(), np.float64, len(ids))
+        logits[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(ids))
     if state.masked:
         logits[list(state.masked_until_min_tokens)] = -np.inf
     if state.counts is not None:
@@ -125,13 +127,31 @@ def sample_row(row: F32, state: SamplingState) -> int:
         _penalize(logits, state.counts, params)
     if params.greedy:
         return int(logits.argmax())
-    logits /= params.temperature
     logits -= logits.max()
+    logits *= np.float32(1 / params.temperature)
     kept = _kept(logits, params)
-    cumulative = np.cumsum(np.exp(logits if kept is None else logits[kept]))
-    target = uniform(state.request.seed, state.request.choice, state.position) * cumulative[-1]
-    place = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
+    weights = np.exp(logits if kept is None else logits[kept])
+    place = pick(weights, uniform(state.request.seed, state.request.choice, state.position))
     return place if kept is None else int(kept[place])
+
+
+def pick(weights: F32, share: float) -> int:
+    """The first place where the weights before it and its own exceed `share` (in [0, 1)) of them all; never one of weight 0.
+
+    Weights are summed in float64, in spans of SPAN first: a running sum over a whole vocabulary is one long chain of additions.
+    """
+    exact = weights.astype(np.float64)
+    starts = np.arange(0, len(exact), SPAN)
+    reached = np.cumsum(np.add.reduceat(exact, starts))
+    target = share * reached[-1]
+    span = _first_above(reached, target)
+    within = np.cumsum(exact[starts[span] : starts[span] + SPAN])
+    return int(starts[span]) + _first_above(within, target - (reached[span - 1] if span else 0.0))
+
+
+def _first_above(reached: F64, target: float) -> int:
+    """The first index that exceeds the target; where rounding leaves none, the last that added anything."""
+    return int(min(np.searchsorted(reached, target, side="right"), np.searchsorted(reached, reached[-1], side="left")))
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -142,17 +162,17 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (int(generator.random_raw()) >> 11) * 2.0**-53
 
 
-def _finite(row: F32) -> F64:
-    """The row in float64; what is not a number cannot be drawn. Raises EngineError when nothing is left."""
-    logits = row.astype(np.float64)
-    np.copyto(logits, -np.inf, where=np.isnan(logits))
-    np.minimum(logits, np.finfo(np.float32).max, out=logits)
+def _finite(row: F32) -> F32:
+    """The row itself, or a copy in which what is not a number cannot be drawn. Raises EngineError when nothing is left."""
+    if np.isfinite(row.max()):
+        return row
+    logits = np.where(np.isnan(row), np.float32(-np.inf), np.minimum(row, np.finfo(np.float32).max))
     if logits.max() == -np.inf:
         raise EngineError("The model's logits hold no finite number for this request.")
     return logits
 
 
-def _penalize(logits: F64, counts: TokenCounts, params: SamplingParams) -> None:
+def _penalize(logits: F32, counts: TokenCounts, params: SamplingParams) -> None:
     """Repetition over prompt and output (Keskar et al., CTRL, section 4.1); frequency and presence over the output."""
     if params.repetition_penalty != 1:
         seen = np.flatnonzero(counts.in_prompt | (counts.in_output > 0))
@@ -162,11 +182,11 @@ def _penalize(logits: F64, counts: TokenCounts, params: SamplingParams) -> None:
     logits[seen] -= params.frequency_penalty * counts.in_output[seen] + params.presence_penalty
 
 
-def _kept(logits: F64, params: SamplingParams) -> Ids | None:
+def _kept(logits: F32, params: SamplingParams) -> Ids | None:
     """Ids that min-p, top-k and top-p leave, ascending; None for all. `logits` are scaled, with a maximum of 0."""
     kept: Ids | None = None
     if params.min_p > 0:
-        kept = np.flatnonzero(logits >= np.log(params.min_p))
+        kept = np.flatnonzero(logits >= np.float32(math.log(params.min_p)))
     if params.top_k > 0:
         kept = _narrow(logits, kept, params.top_k)
     if params.top_p < 1:
@@ -174,21 +194,21 @@ def _kept(logits: F64, params: SamplingParams) -> Ids | None:
     return kept
 
 
-def _narrow(logits: F64, among: Ids | None, k: int) -> Ids:
+def _narrow(logits: F32, among: Ids | None, k: int) -> Ids:
     values = logits if among is None else logits[among]
     places = np.sort(top_indices(values, k))
     return places if among is None else among[places]
 
 
-def _nucleus(logits: F64, among: Ids | None, top_p: float) -> Ids:
+def _nucleus(logits: F32, among: Ids | None, top_p: float) -> Ids:
     """The fewest of the likeliest tokens whose probabilities reach `top_p`; sorts no more of the vocabulary than it has to."""
     values = logits if among is None else logits[among]
     weights = np.exp(values)
-    goal = top_p * weights.sum()
+    goal = top_p * weights.sum(dtype=np.float64)
     size = min(256, len(values))
     while True:
         places = top_indices(values, size)
-        reached = np.cumsum(weights[places])
+        reached = np.cumsum(weights[places], dtype=np.float64)
         if reached[-1] >= goal or size == len(values):
             break
         size = min(size * 16, len(values))
@@ -197,7 +217,7 @@ def _nucleus(logits: F64, among: Ids | None, top_p: float) -> Ids:
     return kept if among is None else among[kept]
 
 
-def top_indices(values: F64 | F32, k: int) -> Ids:
+def top_indices(values: F32, k: int) -> Ids:
     """Indices of the k largest values, largest first, ties by index: exactly min(k, len(values)) of them."""
     if k < len(values):
         threshold = np.partition(values, len(values) - k)[len(values) - k]
@@ -212,9 +232,9 @@ def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
     """Log probability and rank (1: the likeliest) of one token in the model's own distribution, with the `num_top` likeliest."""
     logits = _finite(row)
     peak = logits.max()
-    log_total = peak + np.log(np.exp(logits - peak).sum())
+    log_total = float(peak) + math.log(np.exp(logits - peak).sum(dtype=np.float64))
     value = logits[token_id]
-    rank = 1 + int((logits > value).sum()) + int((logits[:token_id] == value).sum())
+    rank = 1 + int(np.count_nonzero(logits > value)) + int(np.count_nonzero(logits[:token_id] == value))
     top = top_indices(logits, num_top) if num_top else np.empty(0, np.int64)
-    alternatives = tuple((int(index), float(logits[index] - log_total)) for index in top)
-    return TokenLogprob(token_id, float(value - log_total), rank, alternatives)
+    alternatives = tuple((int(index), float(logits[index]) - log_total) for index in top)
+    return TokenLogprob(token_id, float(value) - log_total, rank, alternatives)
