@@ -11,36 +11,38 @@ namespace KVIST_NAMESPACE {
 namespace {
 
 struct HalfScale {
-  static F load16(const void* p, size_t at) { return load_f16(static_cast<const uint16_t*>(p) + at); }
+  static V load_lanes(const void* p, size_t at) { return load_v_f16(static_cast<const uint16_t*>(p) + at); }
 };
 struct FloatScale {
-  static F load16(const void* p, size_t at) { return load(static_cast<const float*>(p) + at); }
+  static V load_lanes(const void* p, size_t at) { return load_v(static_cast<const float*>(p) + at); }
 };
 
 struct DenseF32 {
   using T = float;
-  static F load16(const float* p) { return load(p); }
+  static V load_lanes(const float* p) { return load_v(p); }
 };
 struct DenseF16 {
   using T = uint16_t;
-  static F load16(const uint16_t* p) { return load_f16(p); }
+  static V load_lanes(const uint16_t* p) { return load_v_f16(p); }
 };
 struct DenseBf16 {
   using T = uint16_t;
-  static F load16(const uint16_t* p) { return load_bf16(p); }
+  static V load_lanes(const uint16_t* p) { return load_v_bf16(p); }
 };
 
 template <class Weights, int R>
 void dense_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
   const auto* w = static_cast<const typename Weights::T*>(s.data) + static_cast<size_t>(panel) * s.k * kPanel;
   const float* x = rows.x + static_cast<size_t>(row) * s.k;
-  F acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int k = 0; k < s.k; ++k) {
-    const F column = Weights::load16(w + static_cast<size_t>(k) * kPanel);
-    for (int r = 0; r < R; ++r) acc[r] = fma(set1(x[static_cast<size_t>(r) * s.k + k]), column, acc[r]);
+  for (int c = 0; c < kPanel; c += kLanes) {
+    V acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = zero_v();
+    for (int k = 0; k < s.k; ++k) {
+      const V column = Weights::load_lanes(w + static_cast<size_t>(k) * kPanel + c);
+      for (int r = 0; r < R; ++r) acc[r] = fma_v(set1_v(x[static_cast<size_t>(r) * s.k + k]), column, acc[r]);
+    }
+    for (int r = 0; r < R; ++r) store_v(y[r] + c, acc[r]);
   }
-  for (int r = 0; r < R; ++r) store(y[r], acc[r]);
 }
 
 template <class Scale, int R>
@@ -49,15 +51,18 @@ void w8_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)
   const size_t first = static_cast<size_t>(panel) * groups, at = static_cast<size_t>(row) * groups;
   const auto* w = static_cast<const uint8_t*>(s.data) + first * 512;
   const int8_t* q = rows.q + static_cast<size_t>(row) * s.k;
-  F acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int g = 0; g < groups; ++g) {
-    I dot[R];
-    dot_w8<R>(w + static_cast<size_t>(g) * 512, q + g * kGroup, s.k, rows.sum + at + g, groups, dot);
-    const F scale = Scale::load16(s.scale, (first + g) * kPanel);
-    for (int r = 0; r < R; ++r) acc[r] = fma(to_float(dot[r]), mul(scale, set1(rows.scale[at + static_cast<size_t>(r) * groups + g])), acc[r]);
+  for (int c = 0; c < kPanel; c += kLanes) {
+    V acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = zero_v();
+    for (int g = 0; g < groups; ++g) {
+      VI dot[R];
+      dot_w8<R>(w + static_cast<size_t>(g) * 512 + 4 * c, q + g * kGroup, s.k, rows.sum + at + g, groups, dot);
+      const V scale = Scale::load_lanes(s.scale, (first + g) * kPanel + c);
+      for (int r = 0; r < R; ++r)
+        acc[r] = fma_v(to_float_v(dot[r]), mul_v(scale, set1_v(rows.scale[at + static_cast<size_t>(r) * groups + g])), acc[r]);
+    }
+    for (int r = 0; r < R; ++r) store_v(y[r] + c, acc[r]);
   }
-  for (int r = 0; r < R; ++r) store(y[r], acc[r]);
 }
 
 template <class Scale, int R>
@@ -66,20 +71,22 @@ void w4_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)
   const size_t first = static_cast<size_t>(panel) * groups, at = static_cast<size_t>(row) * groups;
   const auto* w = static_cast<const uint8_t*>(s.data) + first * 256;
   const int8_t* q = rows.q + static_cast<size_t>(row) * s.k;
-  F acc[R], low[R];
-  for (int r = 0; r < R; ++r) acc[r] = low[r] = zero();
-  for (int g = 0; g < groups; ++g) {
-    I dot[R];
-    dot_w4<R>(w + static_cast<size_t>(g) * 256, q + g * kGroup, s.k, dot);
-    const F scale = Scale::load16(s.scale, (first + g) * kPanel);
-    const F minimum = Scale::load16(s.minimum, (first + g) * kPanel);
-    for (int r = 0; r < R; ++r) {
-      const size_t i = at + static_cast<size_t>(r) * groups + g;
-      acc[r] = fma(to_float(dot[r]), mul(scale, set1(rows.scale[i])), acc[r]);
-      low[r] = fma(minimum, set1(rows.scaled_sum[i]), low[r]);
+  for (int c = 0; c < kPanel; c += kLanes) {
+    V acc[R], low[R];
+    for (int r = 0; r < R; ++r) acc[r] = low[r] = zero_v();
+    for (int g = 0; g < groups; ++g) {
+      VI dot[R];
+      dot_w4<R>(w + static_cast<size_t>(g) * 256 + 4 * c, q + g * kGroup, s.k, dot);
+      const V scale = Scale::load_lanes(s.scale, (first + g) * kPanel + c);
+      const V minimum = Scale::load_lanes(s.minimum, (first + g) * kPanel + c);
+      for (int r = 0; r < R; ++r) {
+        const size_t i = at + static_cast<size_t>(r) * groups + g;
+        acc[r] = fma_v(to_float_v(dot[r]), mul_v(scale, set1_v(rows.scale[i])), acc[r]);
+        low[r] = fma_v(minimum, set1_v(rows.scaled_sum[i]), low[r]);
+      }
     }
+    for (int r = 0; r < R; ++r) store_v(y[r] + c, add_v(acc[r], low[r]));
   }
-  for (int r = 0; r < R; ++r) store(y[r], add(acc[r], low[r]));
 }
 
 template <int R>
@@ -230,7 +237,7 @@ float scale_at(const void* p, bool half, size_t i) {
   if (!half) return static_cast<const float*>(p)[i];
   alignas(64) uint16_t bits[16] = {static_cast<const uint16_t*>(p)[i]};
   alignas(64) float lanes[16];
-  store(lanes, load_f16(bits));
+  store_v(lanes, load_v_f16(bits));
   return lanes[0];
 }
 
@@ -247,7 +254,7 @@ void dequantize_row(const Segment& t, int id, float* out) {
       }
       alignas(64) uint16_t bits[16] = {static_cast<const uint16_t*>(t.data)[i]};
       alignas(64) float lanes[16];
-      store(lanes, t.format == Format::f16 ? load_f16(bits) : load_bf16(bits));
+      store_v(lanes, t.format == Format::f16 ? load_v_f16(bits) : load_v_bf16(bits));
       out[k] = lanes[0];
     }
     return;

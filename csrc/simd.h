@@ -1,10 +1,13 @@
 // The one dispatch point of the native code: which instruction set this module is compiled for.
 //
-// A module is compiled whole with one set of flags; each header below defines the same names for 16-lane vectors:
-//   F            16 floats               I  16 int32
-//   load, store, set1, zero, add, sub, mul, div, fma, max, to_float, round_to_int, load_f16, load_bf16, split_bf16_pairs, exp2i
-//   dot_w4, dot_w8   integer dot products of one 32-element group with R rows (see gemm.h for the layouts)
-// Lanes never mix except in fold_add / fold_max (8+8, 4+4, 2+2, 1+1), so that every width computes the same thing.
+// A module is compiled whole with one set of flags. Each header below defines two sets of names:
+//   F, I    16 floats, 16 int32, whatever the register width, for everything whose lanes are folded:
+//           load, store, set1, zero, add, sub, mul, div, fma, max, min, abs, to_float, round_to_int, exp2i, zero_below, load_f16,
+//           store_f16, split_bf16_pairs, store_int8, fold_add, fold_max (8+8, 4+4, 2+2, 1+1)
+//   V, VI   one register of kLanes floats or int32, for matrix products, where lanes are columns and never meet:
+//           load_v, load_v_f16, load_v_bf16, store_v, set1_v, zero_v, add_v, mul_v, fma_v, to_float_v, and
+//           dot_w4, dot_w8: integer dot products of one 32-element group, kLanes columns, with R rows (layouts: linear.h)
+// Lanes never mix except in the folds, so every width computes the same thing.
 #pragma once
 
 #if defined(KVIST_AVX512)

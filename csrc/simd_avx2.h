@@ -52,8 +52,6 @@ inline void store_f16(uint16_t* p, F v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v.lo, kNearest));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(v.hi, kNearest));
 }
-inline __m256 widen_bf16(__m128i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16)); }
-inline F load_bf16(const uint16_t* p) { return {widen_bf16(load_128(p)), widen_bf16(load_128(p + 8))}; }
 inline void split_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -80,6 +78,21 @@ inline float fold_max(F v) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
+using V = __m256;
+using VI = __m256i;
+constexpr int kLanes = 8;
+
+inline V load_v(const float* p) { return _mm256_loadu_ps(p); }
+inline V load_v_f16(const uint16_t* p) { return _mm256_cvtph_ps(load_128(p)); }
+inline V load_v_bf16(const uint16_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(p)), 16)); }
+inline void store_v(float* p, V v) { _mm256_storeu_ps(p, v); }
+inline V set1_v(float v) { return _mm256_set1_ps(v); }
+inline V zero_v() { return _mm256_setzero_ps(); }
+inline V add_v(V a, V b) { return _mm256_add_ps(a, b); }
+inline V mul_v(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V fma_v(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+inline V to_float_v(VI v) { return _mm256_cvtepi32_ps(v); }
+
 inline __m256i quad(const int8_t* a) {
   int32_t v;
   std::memcpy(&v, a, 4);
@@ -88,42 +101,33 @@ inline __m256i quad(const int8_t* a) {
 
 // Eight products of 15 * 127, twice each, stay within int16 (30,480), so a whole group is added before it is widened.
 template <int R>
-inline void dot_w4(const uint8_t* w, const int8_t* a, long stride, I (&dot)[R]) {
+inline void dot_w4(const uint8_t* w, const int8_t* a, long stride, VI (&dot)[R]) {
   const __m256i low = _mm256_set1_epi8(0x0f);
-  const __m256i ones = _mm256_set1_epi16(1);
-  __m256i sum[R][2];
-  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+  for (int r = 0; r < R; ++r) dot[r] = _mm256_setzero_si256();
+#pragma GCC unroll 1  // unrolled, GCC makes all products first and spills them
   for (int i = 0; i < 4; ++i) {
-    for (int half = 0; half < 2; ++half) {
-      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i + 32 * half));
-      const __m256i lo = _mm256_and_si256(both, low);
-      const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-      for (int r = 0; r < R; ++r) {
-        const int8_t* row = a + r * stride + 4 * i;
-        sum[r][half] = _mm256_add_epi16(sum[r][half], _mm256_maddubs_epi16(lo, quad(row)));
-        sum[r][half] = _mm256_add_epi16(sum[r][half], _mm256_maddubs_epi16(hi, quad(row + 16)));
-      }
-    }
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i));
+    const __m256i lo = _mm256_and_si256(both, low);
+    const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+    for (int r = 0; r < R; ++r) dot[r] = _mm256_add_epi16(dot[r], _mm256_maddubs_epi16(lo, quad(a + r * stride + 4 * i)));
+    for (int r = 0; r < R; ++r) dot[r] = _mm256_add_epi16(dot[r], _mm256_maddubs_epi16(hi, quad(a + r * stride + 16 + 4 * i)));
   }
-  for (int r = 0; r < R; ++r) dot[r] = {_mm256_madd_epi16(sum[r][0], ones), _mm256_madd_epi16(sum[r][1], ones)};
+  for (int r = 0; r < R; ++r) dot[r] = _mm256_madd_epi16(dot[r], _mm256_set1_epi16(1));
 }
 
-// |w| is at most 128 and |a| at most 127, so a pair's sum of 32,512 stays within int16.
+// Weights are stored as value + 128. |w| is at most 128 and |a| at most 127, so a pair's sum of 32,512 stays within int16.
 template <int R>
-inline void dot_w8(const uint8_t* w, const int8_t* a, long stride, const int32_t*, long, I (&dot)[R]) {
-  const __m256i offset = _mm256_set1_epi8(static_cast<char>(0x80));
+inline void dot_w8(const uint8_t* w, const int8_t* a, long stride, const int32_t*, long, VI (&dot)[R]) {
   const __m256i ones = _mm256_set1_epi16(1);
-  for (int r = 0; r < R; ++r) dot[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int r = 0; r < R; ++r) dot[r] = _mm256_setzero_si256();
+#pragma GCC unroll 1
   for (int i = 0; i < 8; ++i) {
-    const __m256i lo = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i)), offset);
-    const __m256i hi = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i + 32)), offset);
-    const __m256i abs_lo = _mm256_abs_epi8(lo), abs_hi = _mm256_abs_epi8(hi);
+    const __m256i stored = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i));
+    const __m256i value = _mm256_xor_si256(stored, _mm256_set1_epi8(static_cast<char>(0x80)));
+    const __m256i magnitude = _mm256_abs_epi8(value);
     for (int r = 0; r < R; ++r) {
-      const __m256i row = quad(a + r * stride + 4 * i);
-      const __m256i pairs_lo = _mm256_maddubs_epi16(abs_lo, _mm256_sign_epi8(row, lo));
-      const __m256i pairs_hi = _mm256_maddubs_epi16(abs_hi, _mm256_sign_epi8(row, hi));
-      dot[r].lo = _mm256_add_epi32(dot[r].lo, _mm256_madd_epi16(pairs_lo, ones));
-      dot[r].hi = _mm256_add_epi32(dot[r].hi, _mm256_madd_epi16(pairs_hi, ones));
+      const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(quad(a + r * stride + 4 * i), value));
+      dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(pairs, ones));
     }
   }
 }

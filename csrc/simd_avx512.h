@@ -38,10 +38,6 @@ inline F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256
 inline void store_f16(uint16_t* p, F v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-inline F load_bf16(const uint16_t* p) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
 // 32 bf16 at p, pairs (even, odd) side by side
 inline void split_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   const __m512i pairs = _mm512_loadu_si512(p);
@@ -64,15 +60,32 @@ inline float fold_max(F v) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
+using V = F;
+using VI = I;
+constexpr int kLanes = 16;
+
+inline V load_v(const float* p) { return load(p); }
+inline V load_v_f16(const uint16_t* p) { return load_f16(p); }
+inline V load_v_bf16(const uint16_t* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline void store_v(float* p, V v) { store(p, v); }
+inline V set1_v(float v) { return set1(v); }
+inline V zero_v() { return zero(); }
+inline V add_v(V a, V b) { return add(a, b); }
+inline V mul_v(V a, V b) { return mul(a, b); }
+inline V fma_v(V a, V b, V c) { return fma(a, b, c); }
+inline V to_float_v(VI v) { return to_float(v); }
+
 inline __m512i quad(const int8_t* a) {
   int32_t v;
   std::memcpy(&v, a, 4);
   return _mm512_set1_epi32(v);
 }
 
-// dot[r] = sum over the group of w * a, 16 columns; w: 4 x 64 bytes, low nibble quad i, high nibble quad i + 4
 template <int R>
-inline void dot_w4(const uint8_t* w, const int8_t* a, long stride, I (&dot)[R]) {
+inline void dot_w4(const uint8_t* w, const int8_t* a, long stride, VI (&dot)[R]) {
   const __m512i low = _mm512_set1_epi8(0x0f);
   for (int r = 0; r < R; ++r) dot[r] = _mm512_setzero_si512();
   for (int i = 0; i < 4; ++i) {
@@ -84,9 +97,9 @@ inline void dot_w4(const uint8_t* w, const int8_t* a, long stride, I (&dot)[R]) 
   }
 }
 
-// the same for 8-bit weights stored as value + 128; `sum[r * sum_stride]` is the sum of row r's group of activations
+// Weights are stored as value + 128; `sum[r * sum_stride]` is the sum of row r's group of activations.
 template <int R>
-inline void dot_w8(const uint8_t* w, const int8_t* a, long stride, const int32_t* sum, long sum_stride, I (&dot)[R]) {
+inline void dot_w8(const uint8_t* w, const int8_t* a, long stride, const int32_t* sum, long sum_stride, VI (&dot)[R]) {
   for (int r = 0; r < R; ++r) dot[r] = _mm512_set1_epi32(-128 * sum[r * sum_stride]);
   for (int i = 0; i < 8; ++i) {
     const __m512i quads = _mm512_loadu_si512(w + 64 * i);

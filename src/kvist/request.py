@@ -10,7 +10,7 @@ This module knows nothing of blocks, text or arrays. Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -58,7 +58,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
+    """One string or several; kept as a tuple."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -68,9 +69,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         _whole(self.n, 1, MAX_N, "n")
         _inside(self.temperature, 0.0, 100.0, "temperature")

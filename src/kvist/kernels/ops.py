@@ -150,7 +150,7 @@ class Ops(Protocol):
         """x += (silu(h @ gate.T) * (h @ up.T)) @ down.T with h = rms_norm(x); `gate_up` has two segments; x [T, hidden]."""
 
     def rope_write(self, batch: Any, attention: Any, qkv: F32) -> None:
-        """qkv [T, (heads + 2 kv_heads) * head_dim]: norms (if any) and rotates q and k in place, then writes k and v to the slots."""
+        """qkv [T, (heads + 2 kv_heads) * head_dim]: norms (if any) and rotates q and k in place, writes k and v to the slots."""
 
     def attend(self, batch: Any, attention: Any, qkv: F32, out: F32) -> None:
         """out [T, heads * head_dim] = attention of each row over the cached keys up to its own position."""
