@@ -93,7 +93,7 @@ class EngineOptions:
     max_model_len: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
-    kv_cache_memory: str | int | None = None
+    kv_cache_memory: str | int | float | None = None
     """Bytes ("2GiB", 2147483648) or a share of the free memory ("40%", "0.4")."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

@@ -112,6 +112,34 @@ def test_an_engine_fault_is_an_exception_and_the_next_call_works():
     assert len(llm.generate("hello", PARAMS)[0].outputs[0].token_ids) == 8
 
 
+def test_an_interrupt_in_mid_step_leaves_the_engine_usable():
+    llm = make()
+    model = llm.engine.runner.model
+    forward, calls = model.forward, []
+
+    def interrupted(batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return forward(batch)
+
+    model.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["hello", "the"], PARAMS)
+    assert not llm.engine.has_work
+    llm.engine.check_idle()
+    assert llm.generate("hello", PARAMS)[0].outputs == make().generate("hello", PARAMS)[0].outputs
+
+
+def test_variables_of_the_template():
+    talk = [{"role": "user", "content": "hello"}]
+    (plain,) = make().chat(talk, PARAMS)
+    (same,) = make().chat(talk, PARAMS, chat_template_kwargs={"enable_thinking": False})
+    assert same.prompt_token_ids == plain.prompt_token_ids
+    with pytest.raises(InvalidRequestError, match="messages"):
+        make().chat(talk, PARAMS, chat_template_kwargs={"messages": []})
+
+
 def test_closing():
     with make() as llm:
         assert llm.config.effective_max_len == 512

@@ -146,7 +146,7 @@ class Engine:
             ids.add(request.request_id)
             self.scheduler.add(request)
 
-    def render_chat(self, messages: list[dict[str, Any]], **template_options: Any) -> list[int]:
+    def render_chat(self, messages: list[dict[str, Any]], /, **template_options: Any) -> list[int]:
         """Token ids of a conversation by the model's own template, which writes its own special tokens; any thread may call it."""
         if self.chat_template is None:
             raise InvalidRequestError("This model has no chat template; use completions with a plain prompt.", param="messages")

@@ -79,10 +79,14 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or several. `template_options` go to the chat template."""
-        ids = [self.engine.render_chat(talk, **template_options) for talk in _conversations(messages)]
+        """Answer one conversation (a list of {"role", "content"}) or several. `template_options` are those of
+        `ChatTemplate.render` (tools, add_generation_prompt ...), `chat_template_kwargs` the template's own variables."""
+        options = {**(chat_template_kwargs or {}), **template_options}
+        ids = [self.engine.render_chat(talk, **options) for talk in _conversations(messages)]
         return self._run(ids, [None] * len(ids), sampling_params)
 
     def close(self) -> None:
