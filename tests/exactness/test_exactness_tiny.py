@@ -19,7 +19,8 @@ from helpers.tiny_engine import ISAS, Collected, Trace, drain, run, run_one, tin
 from kvist.engine.engine import Engine
 from kvist.request import SamplingParams
 
-WINDOWED = (24, 24, 24, 24, 24, None)
+WINDOWED = (8, 24, 8, 24, 8, None)
+"""Five windowed layers to a full one; windows under and over a block."""
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "w4a8": {"weights": "w4a8"},
     "bf16": {"weights": "bf16"},

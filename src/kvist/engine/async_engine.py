@@ -136,7 +136,7 @@ class AsyncEngine:
 
         return await asyncio.get_running_loop().run_in_executor(self._workers, run)
 
-    async def render_chat(self, messages: list[dict[str, Any]], /, **kwargs: Any) -> list[int]:
+    async def render_chat(self, messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of a conversation by the model's own template, which writes its own special tokens."""
 
         def run() -> list[int]:
