@@ -13,6 +13,7 @@ from kvist.kv.manager import KVManager
 from kvist.kv.spec import KVGroup, KVSpec
 from kvist.request import Request, SamplingParams
 from kvist.sched.output import SchedulerOutput
+from kvist.sched.policy import Policy
 from kvist.sched.scheduler import Scheduler
 
 
@@ -22,10 +23,16 @@ def make_spec(*windows: int | None, block_size: int = 16) -> KVSpec:
 
 
 def make_request(
-    request_id: str, prompt: Sequence[int], max_tokens: int = 4, *, salt: str = "", prompt_logprobs: int | None = None
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 4,
+    *,
+    salt: str = "",
+    prompt_logprobs: int | None = None,
+    priority: int = 0,
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    return Request(request_id, list(prompt), params, max_tokens, cache_salt=salt)
+    return Request(request_id, list(prompt), params, max_tokens, cache_salt=salt, priority=priority)
 
 
 class Arena:
@@ -90,6 +97,7 @@ class Sim:
         enable_prefix_caching: bool = True,
         use_cache: bool = True,
         watermark: float = 0.0,
+        policy: Policy | None = None,
     ) -> None:
         self.spec = make_spec(*windows, block_size=block_size)
         self.manager = KVManager(self.spec, num_blocks, enable_prefix_caching=enable_prefix_caching, watermark=watermark)
@@ -99,6 +107,7 @@ class Sim:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             use_cache=use_cache,
+            policy=policy,
         )
         self.arena = Arena(self.spec, num_blocks)
         self.requests: dict[str, Request] = {}

@@ -200,7 +200,6 @@ def test_queries_change_nothing() -> None:
     match = manager.match(probe)
     assert manager.match(probe) == match
     manager.blocks_to_admit(probe, match)
-    manager.blocks_lacking(probe)
     manager.fit(probe, 100)
     manager.max_request_tokens(1000)
     assert (manager.usage(), tables(manager, request)) == before

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.deciders import Sim, make_request
 from kvist.errors import ContextLengthError
-from kvist.request import RequestStatus
+from kvist.request import Request, RequestStatus
 from kvist.sched.output import PreemptionRecord
 
 
@@ -76,13 +76,13 @@ def test_a_shared_prefix_is_hit_by_a_request_that_starts_after_it_was_computed()
 
 
 def test_admission_waits_for_the_blocks_of_the_whole_prompt() -> None:
-    sim = Sim(num_blocks=8, max_num_batched_tokens=32)
+    sim = Sim(num_blocks=8, max_num_batched_tokens=64)
     sim.add("a", range(80), 2)
     sim.add("b", range(200, 260), 2)
     sim.add("c", range(300, 310), 2)
-    seen = [list(sim.rows(sim.step())) for _ in range(5)]
-    # "a" has two blocks after its first chunk and is promised three more: "b" needs four, and "c" does not pass it.
-    assert seen == [["a"], ["a"], ["a"], ["a"], ["b"]]
+    seen = [list(sim.rows(sim.step()).items()) for _ in range(4)]
+    # Beside the five blocks of "a", its next 48 rows would have room, but not all 60: "b" waits, and "c" does not pass it.
+    assert seen == [[("a", (0, 64))], [("a", (64, 16))], [("a", (80, 1))], [("b", (0, 60)), ("c", (0, 4))]]
     sim.run()
     assert sim.scheduler.stats().num_preemptions == 0
 
@@ -152,6 +152,29 @@ def test_a_chunk_shrinks_to_the_blocks_that_are_free() -> None:
     ]
     stats = sim.scheduler.stats()
     assert (stats.num_stalls, stats.num_preemptions) == (1, 0)
+
+
+class ByPriority:
+    def key(self, request: Request) -> float:
+        return request.priority
+
+
+def test_a_row_that_was_given_already_is_taken_back_with_the_blocks() -> None:
+    sim = Sim(num_blocks=8, max_num_batched_tokens=33, policy=ByPriority())
+    sim.add("low", range(31), 30, priority=1)
+    sim.step()
+    sim.add("high", range(100, 196), 1)
+    rows = [list(sim.rows(sim.step()).items()) for _ in range(4)]
+    assert rows == [
+        [("low", (31, 1)), ("high", (0, 32))],
+        [("low", (32, 1)), ("high", (32, 32))],
+        [("low", (33, 1)), ("high", (64, 16))],
+        [("high", (80, 16))],
+    ]
+    assert sim.outputs[-1].preempted == (PreemptionRecord("low", "high", 34, 3),)
+    assert sim.outputs[-1].num_batched_tokens == 16
+    sim.run()
+    assert len(sim.requests["low"].output_token_ids) == 30
 
 
 def test_the_newest_stands_still_when_no_block_is_free() -> None:

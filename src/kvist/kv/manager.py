@@ -2,7 +2,7 @@
 
 A request's way: `add`, then (`match`, `attach`, `allocate`) at admission, `allocate` before each later step, `commit` and `trim`
 after it; `release` when it is preempted, `free` when it ends. The manager decides on integers only: it knows no arrays of keys and
-values, no step, no budget, no clock. Queries (`match`, `fit`, `blocks_to_admit`, `blocks_lacking`, `usage`) change nothing but the
+values, no step, no budget, no clock. Queries (`match`, `fit`, `blocks_to_admit`, `usage`) change nothing but the
 memo of hashes. Invariants, besides those of pool and index:
 
 * all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
@@ -128,15 +128,6 @@ class KVManager:
             need += last + 1 - keep
             need -= sum(self._pool.ref_count(block_id) > 0 for block_id in ids[max(first, keep) :])
         return need
-
-    def blocks_lacking(self, request: Request) -> int:
-        """Blocks that an admitted request still has to get until all its present tokens are computed."""
-        record = self._records[request.request_id]
-        lacking = 0
-        for window, table, let_go in zip(self._windows, record.tables, record.let_go, strict=True):
-            held = len(table) - let_go
-            lacking += max(0, peak_blocks(request.num_tokens, window, self._block_size) - held)
-        return lacking
 
     def fit(self, request: Request, num_new_tokens: int) -> int:
         """The most new tokens, up to `num_new_tokens`, that `allocate` would grant now."""

@@ -8,15 +8,16 @@ Order of a step, under one budget of rows:
 
 1. running requests that lack one row, oldest first; they never wait for a long prompt;
 2. running requests that lack more, oldest first: a chunk of what the budget and the free blocks allow;
-3. waiting requests, if nobody had to give way: strictly in order, each only if all its present tokens can get blocks, beside what
-   the running ones still need and a free reserve (the watermark; it is not asked of a request that would run alone).
+3. waiting requests, if nobody had to give way: strictly in order, each only if all its present tokens can get blocks and leave a
+   free reserve (the watermark; it is not asked of a request that would run alone). The running ones have no claim on free blocks
+   then: budget is left over only when each has got all the rows that it lacks, or when no block is free.
 
 When blocks run out, a request takes those of the newest running request that is newer than itself; if there is none it keeps its
 own blocks and stands still. A preempted request waits at its old place, before all that came after it.
 
 Progress: keys are fixed and total. Let O be the unfinished request with the smallest key. If O runs, it gets a row in each step:
-one row of the budget is left for it, as no more requests run than the budget has rows, and all other blocks can be taken for it,
-which suffices because `add` has refused what the pool cannot hold. O is never preempted, so it finishes. If O waits, nobody is
+one row of the budget is left for it, as requests are admitted only while rows are left over, and all other blocks can be taken for
+it, which suffices because `add` has refused what the pool cannot hold. O is never preempted, so it finishes. If O waits, nobody is
 admitted past it, and the smallest running one advances by the same argument until all that run have finished; then O is admitted.
 So every request finishes, in time that grows with the work before it.
 
@@ -104,7 +105,7 @@ class Scheduler:
     ) -> None:
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1, "limits are positive"
         self._manager = manager
-        self._max_running = min(max_num_seqs, max_num_batched_tokens)
+        self._max_running = max_num_seqs
         self._budget = max_num_batched_tokens
         self._use_cache = use_cache
         self._policy: Policy = policy or FirstComeFirstServed()
@@ -179,7 +180,7 @@ class Scheduler:
         step = _Step(self._budget)
         self._advance_running(step, one_row=True)
         self._advance_running(step, one_row=False)
-        if not step.preempted and not step.stalled:
+        if not step.preempted:
             self._admit(step, now)
         self._num_stalls += step.stalled
         self._in_flight = {job.request.request_id: job for job in step.rows}
@@ -283,14 +284,11 @@ class Scheduler:
         insort(self._waiting, victim, key=_key)
 
     def _admit(self, step: _Step, now: float) -> None:
-        if not self._waiting or len(self._running) >= self._max_running or step.budget == 0:
-            return
         manager = self._manager
-        promised = sum(manager.blocks_lacking(job.request) for job in self._running)
         while self._waiting and len(self._running) < self._max_running and step.budget > 0:
             job = self._waiting[0]
             match = manager.match(job.request) if self._use_cache else manager.no_match()
-            reserve = promised + manager.watermark_blocks if self._running else 0
+            reserve = manager.watermark_blocks if self._running else 0
             if manager.blocks_to_admit(job.request, match) + reserve > manager.num_free_blocks:
                 return
             del self._waiting[0]
@@ -299,7 +297,6 @@ class Scheduler:
             granted = rows > 0 and manager.allocate(job.request, rows)
             assert granted, "a request is admitted only if its blocks are there"
             step.give(job, rows)
-            promised += manager.blocks_lacking(job.request)
 
     def _start(self, job: _Job, match: PrefixMatch, now: float) -> None:
         request = job.request
@@ -335,6 +332,7 @@ class Scheduler:
         for queue in (self._running, self._waiting):
             assert all(left.key < right.key for left, right in pairwise(queue))
         assert len(self._running) <= self._max_running
+        assert sum(job.pending > 0 for job in self._running) <= self._budget
         assert {*self._running} | {*self._waiting} == {*self._jobs.values()}
         assert len(self._running) + len(self._waiting) == len(self._jobs)
         for job in self._running:
