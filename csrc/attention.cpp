@@ -2,7 +2,6 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "attention_tile.h"
@@ -27,106 +26,108 @@ void write_row(const AttentionLayer& layer, int64_t slot, const float* k, const 
   }
 }
 
-// Consecutive rows of one sequence and one kv head: what a thread takes, for one partition or for all of them.
-struct Block {
+// What a thread takes, for one partition or for all of them.
+struct Item {
   int sequence, row, rows, kv_head;
 };
 
-std::vector<Block> blocks_of(const StepBatch& batch, const AttentionLayer& layer, int rows_per_block) {
-  std::vector<Block> blocks;
+std::vector<Item> items_of(const StepBatch& batch, const AttentionLayer& layer, int rows_per_item) {
+  std::vector<Item> items;
   for (int s = 0; s < batch.sequences; ++s)
-    for (int row = batch.query_start[s]; row < batch.query_start[s + 1]; row += rows_per_block)
-      for (int h = 0; h < layer.kv_heads; ++h)
-        blocks.push_back({s, row, std::min(rows_per_block, batch.query_start[s + 1] - row), h});
-  return blocks;
-}
-
-struct Shape {
-  int heads_per_tile, rows_per_tile;
-};
-
-// Query heads of one kv head first, then rows, up to kQueryTile vectors.
-Shape tile_shape(const AttentionLayer& layer) {
-  const int ratio = layer.heads / layer.kv_heads;
-  const int heads = std::min(ratio, kQueryTile);
-  return {heads, heads == ratio ? std::max(1, kQueryTile / ratio) : 1};
-}
-
-// Calls use(row, row count, head, head count) for the tiles of a block.
-template <class Use>
-void each_tile(const AttentionLayer& layer, const Block& block, Use use) {
-  const Shape shape = tile_shape(layer);
-  const int ratio = layer.heads / layer.kv_heads, first = block.kv_head * ratio;
-  for (int row = block.row; row < block.row + block.rows; row += shape.rows_per_tile)
-    for (int h = 0; h < ratio; h += shape.heads_per_tile)
-      use(row, std::min(shape.rows_per_tile, block.row + block.rows - row), first + h, std::min(shape.heads_per_tile, ratio - h));
+    for (int row = batch.query_start[s]; row < batch.query_start[s + 1]; row += rows_per_item)
+      for (int h = 0; h < layer.kv_heads; ++h) items.push_back({s, row, std::min(rows_per_item, batch.query_start[s + 1] - row), h});
+  return items;
 }
 
 int first_key(const AttentionLayer& layer, int position) { return layer.window > 0 ? std::max(0, position - layer.window + 1) : 0; }
 
-void write_out(const State& state, int vector, int dim, float* out) {
-  const F inverse = set1(1.0f / state.sum[vector]);
-  for (int d = 0; d < dim; d += 16) store(out + d, mul(load(state.acc[vector] + d), inverse));
+void write_out(const State& state, int dim, float* out) {
+  const F inverse = set1(1.0f / *state.sum);
+  for (int d = 0; d < dim; d += 16) store(out + d, mul(load(state.acc + d), inverse));
+}
+
+// One thread's memory for a block of queries: scaled queries and two states.
+class Scratch {
+ public:
+  Scratch(float* memory, int vectors, int dim)
+      : stride(dim + 16),  // no power of two: vectors must not share cache sets
+        q(memory),
+        part{q + vectors * stride, q + 3 * vectors * stride, q + 3 * vectors * stride + vectors, stride},
+        total{q + 2 * vectors * stride, part.sum + vectors, part.sum + 2 * vectors, stride} {}
+  static size_t floats(int vectors, int dim) { return static_cast<size_t>(vectors) * (3 * (dim + 16) + 4); }
+
+  const long stride;
+  float* const q;
+  const State part, total;
+};
+
+QueryBlock scale_queries(const AttentionLayer& layer, const StepBatch& batch, const GroupTable& table, const Item& item, const float* qkv,
+                         const Scratch& scratch) {
+  const QueryBlock block{layer, table.block_table + item.sequence * table.max_blocks, batch.positions + item.row, scratch.q, scratch.stride,
+                         item.rows, item.kv_head};
+  const long width = (layer.heads + 2L * layer.kv_heads) * layer.dim;
+  for (int v = 0; v < block.vectors(); ++v) {
+    const float* from = qkv + (item.row + v / block.ratio()) * width + (item.kv_head * block.ratio() + v % block.ratio()) * layer.dim;
+    for (int d = 0; d < layer.dim; d += 16) store(scratch.q + v * scratch.stride + d, mul(load(from + d), set1(layer.scale)));
+  }
+  return block;
 }
 
 template <class Kv>
 void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch& batch, const GroupTable& table, const AttentionLayer& layer,
                    const float* qkv, float* out) {
-  const int width = (layer.heads + 2 * layer.kv_heads) * layer.dim, dim = layer.dim;
-  const auto blocks = blocks_of(batch, layer, 16);
-  const auto tile_of = [&](int sequence, int row, int rows, int head, int heads) {
-    return Tile{layer, table.block_table + sequence * table.max_blocks, batch.positions + row, qkv + static_cast<size_t>(row) * width, width, rows, head, heads};
-  };
-  const auto last_key = [&](const Block& b) { return batch.positions[b.row + b.rows - 1]; };
+  const int dim = layer.dim, ratio = layer.heads / layer.kv_heads;
+  const int rows_per_item = std::clamp(kVectorsPerItem / ratio, 1, 16), vectors = rows_per_item * ratio;
+  const auto items = items_of(batch, layer, rows_per_item);
+  const size_t scratch_size = (Scratch::floats(vectors, dim) + 15) / 16 * 16;
+  float* scratch_memory = buffers.scratch.reserve(scratch_size * pool.num_threads());
+  const auto scratch_of = [&](int thread) { return Scratch(scratch_memory + scratch_size * thread, vectors, dim); };
+  const auto out_of = [&](const Item& item, int v) { return (static_cast<size_t>(item.row + v / ratio) * layer.heads + item.kv_head * ratio + v % ratio); };
+  const auto last_key = [&](const Item& item) { return batch.positions[item.row + item.rows - 1]; };
 
-  // Enough blocks to share: each walks its own partitions. Otherwise partitions are items of their own.
+  // Enough items to share: each walks its own partitions. Otherwise partitions are items of their own, merged afterwards.
   int partitions = 1;
-  for (const Block& b : blocks) partitions = std::max(partitions, last_key(b) / kPartition + 1);
-  if (partitions == 1 || static_cast<long>(blocks.size()) >= 4L * pool.num_threads()) {
-    pool.run(static_cast<long>(blocks.size()), [&](long item, int) {
-      const Block& b = blocks[static_cast<size_t>(item)];
-      each_tile(layer, b, [&](int row, int rows, int head, int heads) {
-        State total, part;
-        const Tile tile = tile_of(b.sequence, row, rows, head, heads);
-        total.clear(rows * heads);
-        for (int p = first_key(layer, tile.positions[0]) / kPartition; p <= tile.positions[rows - 1] / kPartition; ++p) {
-          part.clear(rows * heads);
-          attend_partition<Kv>(tile, p, part);
-          for (int v = 0; v < rows * heads; ++v) merge(total, v, part.max[v], part.sum[v], part.acc[v], dim);
-        }
-        for (int v = 0; v < rows * heads; ++v) write_out(total, v, dim, out + (static_cast<size_t>(row + v / heads) * layer.heads + head + v % heads) * dim);
-      });
+  for (const Item& item : items) partitions = std::max(partitions, last_key(item) / kPartition + 1);
+  if (partitions == 1 || static_cast<long>(items.size()) >= 4L * pool.num_threads()) {
+    pool.run(static_cast<long>(items.size()), [&](long i, int thread) {
+      const Item& item = items[static_cast<size_t>(i)];
+      const Scratch scratch = scratch_of(thread);
+      const QueryBlock block = scale_queries(layer, batch, table, item, qkv, scratch);
+      scratch.total.clear(block.vectors());
+      for (int p = first_key(layer, block.positions[0]) / kPartition; p <= last_key(item) / kPartition; ++p) {
+        attend_partition<Kv>(block, p, scratch.part);
+        for (int v = 0; v < block.vectors(); ++v)
+          merge(scratch.total.from(v), scratch.part.max[v], scratch.part.sum[v], scratch.part.from(v).acc, dim);
+      }
+      for (int v = 0; v < block.vectors(); ++v) write_out(scratch.total.from(v), dim, out + out_of(item, v) * dim);
     });
     return;
   }
   const size_t record = static_cast<size_t>(dim) + 16;  // accumulator, maximum, sum
   float* partials = buffers.partials.reserve(static_cast<size_t>(batch.rows) * layer.heads * partitions * record);
-  const auto partial = [&](int row, int head, int p) { return partials + ((static_cast<size_t>(row) * layer.heads + head) * partitions + p) * record; };
-  pool.run(static_cast<long>(blocks.size()) * partitions, [&](long item, int) {
-    const Block& b = blocks[static_cast<size_t>(item / partitions)];
-    const int p = static_cast<int>(item % partitions);
-    if (p * kPartition > last_key(b)) return;
-    each_tile(layer, b, [&](int row, int rows, int head, int heads) {
-      State part;
-      part.clear(rows * heads);
-      attend_partition<Kv>(tile_of(b.sequence, row, rows, head, heads), p, part);
-      for (int v = 0; v < rows * heads; ++v) {
-        float* to = partial(row + v / heads, head + v % heads, p);
-        for (int d = 0; d < dim; d += 16) store(to + d, load(part.acc[v] + d));
-        to[dim] = part.max[v];
-        to[dim + 1] = part.sum[v];
-      }
-    });
+  pool.run(static_cast<long>(items.size()) * partitions, [&](long i, int thread) {
+    const Item& item = items[static_cast<size_t>(i / partitions)];
+    const int p = static_cast<int>(i % partitions);
+    if (p * kPartition > last_key(item)) return;
+    const Scratch scratch = scratch_of(thread);
+    const QueryBlock block = scale_queries(layer, batch, table, item, qkv, scratch);
+    attend_partition<Kv>(block, p, scratch.part);
+    for (int v = 0; v < block.vectors(); ++v) {
+      float* to = partials + (out_of(item, v) * partitions + p) * record;
+      if (!scratch.part.empty(v)) std::copy_n(scratch.part.from(v).acc, dim, to);
+      to[dim] = scratch.part.max[v];
+      to[dim + 1] = scratch.part.sum[v];
+    }
   });
-  pool.run(static_cast<long>(batch.rows) * layer.heads, [&](long item, int) {
-    const int row = static_cast<int>(item / layer.heads), head = static_cast<int>(item % layer.heads), position = batch.positions[row];
-    State total;
+  pool.run(static_cast<long>(batch.rows) * layer.heads, [&](long i, int thread) {
+    const int position = batch.positions[i / layer.heads];
+    const State total = scratch_of(thread).total;
     total.clear(1);
     for (int p = first_key(layer, position) / kPartition; p <= position / kPartition; ++p) {
-      const float* from = partial(row, head, p);
-      merge(total, 0, from[dim], from[dim + 1], from, dim);
+      const float* from = partials + (static_cast<size_t>(i) * partitions + p) * record;
+      merge(total, from[dim], from[dim + 1], from, dim);
     }
-    write_out(total, 0, dim, out + static_cast<size_t>(item) * dim);
+    write_out(total, dim, out + static_cast<size_t>(i) * dim);
   });
 }
 

@@ -18,7 +18,7 @@ namespace KVIST_NAMESPACE {
 constexpr int kSpan = 64;
 constexpr int kPartition = 512;
 constexpr int kMaxHeadDim = 256;
-constexpr int kHeadStride = kMaxHeadDim + 16;  // no power of two: rows of a tile must not share cache sets
+constexpr int kVectorsPerItem = 64;  // queries that walk a span together
 
 // One step's requests; see ForwardBatch and GroupTables of kernels/ops.py.
 struct GroupTable {
@@ -51,7 +51,7 @@ struct AttentionLayer {
 };
 
 struct AttentionBuffers {
-  Buffer<float> partials;
+  Buffer<float> partials, scratch;
 };
 
 // qkv [rows, (heads + 2 kv_heads) * dim]: norms and rotates q and k in place, writes k and v to their slots.

@@ -1,4 +1,7 @@
-// The inner part of attention: up to kQueryTile query vectors of one kv head against one partition of keys.
+// The inner part of attention: the query vectors of a block of rows and one kv head against one partition of keys.
+//
+// Spans are walked outside and vectors inside, in tiles of up to kQueryTile that share each load of keys and values, so that a long
+// prompt reads a span from near memory. A vector's own chain of operations is the same in any tile.
 #pragma once
 
 #include <algorithm>
@@ -8,30 +11,33 @@
 
 namespace KVIST_NAMESPACE {
 
-// Online-softmax state of the vectors of a tile; a vector that has seen no key yet has max = -inf, sum = 0.
-struct State {
-  alignas(64) float acc[kQueryTile][kHeadStride];
-  float max[kQueryTile], sum[kQueryTile];
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-  void clear(int vectors) {
-    for (int v = 0; v < vectors; ++v) {
-      max[v] = -std::numeric_limits<float>::infinity();
-      sum[v] = 0.0f;
-    }
+// Online-softmax state of some vectors; one that has seen no key yet has max = kNothing. acc[v * stride + d].
+struct State {
+  float *acc, *max, *sum;
+  long stride;
+
+  State from(int v) const { return {acc + v * stride, max + v, sum + v, stride}; }
+  bool empty(int v) const { return max[v] == kNothing; }
+  void clear(int vectors) const {
+    std::fill_n(max, vectors, kNothing);
+    std::fill_n(sum, vectors, 0.0f);
   }
-  bool empty(int v) const { return max[v] == -std::numeric_limits<float>::infinity(); }
 };
 
-// `rows` consecutive rows x `heads` query heads; vector v is row v / heads, head `head` + v % heads.
-struct Tile {
+// Consecutive rows of one sequence with the query heads of one kv head. Vector v is row v / ratio, head kv_head * ratio + v % ratio.
+struct QueryBlock {
   const AttentionLayer& layer;
   const int32_t* block_table;  // of the sequence
   const int32_t* positions;    // of the rows
-  const float* qkv;            // first row
-  long row_width;
-  int rows, head, heads;
+  const float* q;              // scaled queries, [vectors][stride]
+  long stride;
+  int rows, kv_head;
 
-  int vectors() const { return rows * heads; }
+  int ratio() const { return layer.heads / layer.kv_heads; }
+  int vectors() const { return rows * ratio(); }
+  int position(int v) const { return positions[v / ratio()]; }
 };
 
 inline float exp_one(float x) {
@@ -40,72 +46,77 @@ inline float exp_one(float x) {
   return lanes[0];
 }
 
-// Folds (max, sum, acc) of one more partition into vector v of `total`; an empty side leaves the other as it is.
-inline void merge(State& total, int v, float max, float sum, const float* acc, int dim) {
-  if (max == -std::numeric_limits<float>::infinity()) return;
-  if (total.empty(v)) {
-    for (int d = 0; d < dim; d += 16) store(total.acc[v] + d, load(acc + d));
-    total.max[v] = max;
-    total.sum[v] = sum;
+// Folds one more partition's (max, sum, acc) into vector 0 of `total`; an empty side leaves the other as it is.
+inline void merge(const State& total, float max, float sum, const float* acc, int dim) {
+  if (max == kNothing) return;
+  if (total.empty(0)) {
+    std::copy_n(acc, dim, total.acc);
+    *total.max = max;
+    *total.sum = sum;
     return;
   }
-  const float both = std::max(total.max[v], max);
-  const float a = exp_one(total.max[v] - both), b = exp_one(max - both);
-  const F old_weight = set1(a), new_weight = set1(b);
-  for (int d = 0; d < dim; d += 16) store(total.acc[v] + d, fma(load(total.acc[v] + d), old_weight, mul(load(acc + d), new_weight)));
-  total.sum[v] = total.sum[v] * a + sum * b;
-  total.max[v] = both;
+  const float both = std::max(*total.max, max);
+  const float a = exp_one(*total.max - both), b = exp_one(max - both);
+  for (int d = 0; d < dim; d += 16) store(total.acc + d, fma(load(total.acc + d), set1(a), mul(load(acc + d), set1(b))));
+  *total.sum = *total.sum * a + sum * b;
+  *total.max = both;
 }
 
-// Scores of Q vectors against T tiles of 16 keys: scores[v][16 * t ...] = q . k
-template <class Kv, int Q, int T>
-void score_tiles(const float (*q)[kHeadStride], const typename Kv::Element* const* tiles, int dim, float (*scores)[kSpan]) {
-  F acc[T][Q];
-  for (int t = 0; t < T; ++t)
-    for (int v = 0; v < Q; ++v) acc[t][v] = zero();
-  if constexpr (T == 1) {
-    Kv::keys(tiles[0], dim, [&](int d, F keys) {
-      for (int v = 0; v < Q; ++v) acc[0][v] = fma(set1(q[v][d]), keys, acc[0][v]);
-    });
-  } else {
-    Kv::keys_of_two(tiles[0], tiles[1], dim, [&](int d, F first, F second) {
-      for (int v = 0; v < Q; ++v) {
-        const F element = set1(q[v][d]);
-        acc[0][v] = fma(element, first, acc[0][v]);
-        acc[1][v] = fma(element, second, acc[1][v]);
-      }
-    });
+// scores[v][0..16) = q . k for a tile of 16 keys
+template <class Kv, int Q>
+void score_tile(const float* q, long stride, const typename Kv::Element* keys, int dim, float (*scores)[kSpan]) {
+  F acc[Q];
+  for (int v = 0; v < Q; ++v) acc[v] = zero();
+  Kv::keys(keys, dim, [&](int d, F element) {
+    for (int v = 0; v < Q; ++v) acc[v] = fma(set1(q[v * stride + d]), element, acc[v]);
+  });
+  for (int v = 0; v < Q; ++v) store(scores[v], acc[v]);
+}
+
+// The same for two tiles at once, where there are registers for them: few vectors alone do not fill the multipliers.
+template <class Kv, int Q>
+void score_two_tiles(const float* q, long stride, const typename Kv::Element* const* keys, int dim, float (*scores)[kSpan]) {
+  F first[Q], second[Q];
+  for (int v = 0; v < Q; ++v) first[v] = second[v] = zero();
+  Kv::keys_of_two(keys[0], keys[1], dim, [&](int d, F a, F b) {
+    for (int v = 0; v < Q; ++v) {
+      const F element = set1(q[v * stride + d]);
+      first[v] = fma(element, a, first[v]);
+      second[v] = fma(element, b, second[v]);
+    }
+  });
+  for (int v = 0; v < Q; ++v) {
+    store(scores[v], first[v]);
+    store(scores[v] + kKeyTile, second[v]);
   }
-  for (int t = 0; t < T; ++t)
-    for (int v = 0; v < Q; ++v) store(scores[v] + kKeyTile * t, acc[t][v]);
 }
 
 // acc[v] += weights[v][key] * values[key] for the keys [from, to) of a span, ascending
 template <class Kv, int Q>
-void add_values(const float (*weights)[kSpan], const typename Kv::Element* const* tiles, int dim, int from, int to, float (*acc)[kHeadStride]) {
+void add_values(const float (*weights)[kSpan], const typename Kv::Element* const* tiles, int dim, int from, int to, float* acc, long stride) {
   for (int d = 0; d < dim; d += 16) {
     F sum[Q];
-    for (int v = 0; v < Q; ++v) sum[v] = load(acc[v] + d);
+    for (int v = 0; v < Q; ++v) sum[v] = load(acc + v * stride + d);
     for (int tile = from / kKeyTile; tile * kKeyTile < to; ++tile) {
       const int base = tile * kKeyTile;
       Kv::values(tiles[tile], dim, d, std::max(from - base, 0), std::min(to - base, kKeyTile), [&](int key, F values) {
         for (int v = 0; v < Q; ++v) sum[v] = fma(set1(weights[v][base + key]), values, sum[v]);
       });
     }
-    for (int v = 0; v < Q; ++v) store(acc[v] + d, sum[v]);
+    for (int v = 0; v < Q; ++v) store(acc + v * stride + d, sum[v]);
   }
 }
 
 // Softmax of one vector over the visible keys [from, to) of a span: scores become weights, the state is rescaled.
-inline void soften(float* scores, int from, int to, int dim, State& state, int v) {
-  for (int i = 0; i < from; ++i) scores[i] = -std::numeric_limits<float>::infinity();
-  for (int i = to; i < kSpan; ++i) scores[i] = -std::numeric_limits<float>::infinity();
+inline void soften(float* scores, int from, int to, int dim, const State& state) {
+  std::fill(scores, scores + from, kNothing);
+  std::fill(scores + to, scores + kSpan, kNothing);
   F s[kSpan / 16];
   for (int i = 0; i < kSpan / 16; ++i) s[i] = load(scores + 16 * i);
   const float largest = fold_max(max(max(s[0], s[1]), max(s[2], s[3])));
+  const bool first = state.empty(0);
+  const float both = first ? largest : std::max(*state.max, largest);
   F sum = zero();
-  const bool first = state.empty(v);
-  const float both = first ? largest : std::max(state.max[v], largest);
   for (int i = 0; i < kSpan / 16; ++i) {
     const F weight = exp(sub(s[i], set1(both)));
     store(scores + 16 * i, weight);
@@ -113,92 +124,113 @@ inline void soften(float* scores, int from, int to, int dim, State& state, int v
   }
   const float total = fold_add(sum);
   if (first) {
-    for (int d = 0; d < dim; d += 16) store(state.acc[v] + d, zero());
-    state.sum[v] = total;
-  } else if (both == state.max[v]) {
-    state.sum[v] += total;
+    std::fill_n(state.acc, dim, 0.0f);
+    *state.sum = total;
+  } else if (both == *state.max) {
+    *state.sum += total;
   } else {
-    const float alpha = exp_one(state.max[v] - both);
-    for (int d = 0; d < dim; d += 16) store(state.acc[v] + d, mul(load(state.acc[v] + d), set1(alpha)));
-    state.sum[v] = state.sum[v] * alpha + total;
+    const float alpha = exp_one(*state.max - both);
+    for (int d = 0; d < dim; d += 16) store(state.acc + d, mul(load(state.acc + d), set1(alpha)));
+    *state.sum = *state.sum * alpha + total;
   }
-  state.max[v] = both;
+  *state.max = both;
 }
 
-template <class Kv, int Q>
-void attend_span(const Tile& tile, const float (*q)[kHeadStride], int span, State& state) {
+// What a vector sees of a span, as offsets [from, to).
+struct Visible {
+  int from, to;
+};
+
+inline Visible visible(const AttentionLayer& layer, int position, int start) {
+  const int low = layer.window > 0 ? std::max(0, position - layer.window + 1) : 0;
+  const int from = std::clamp(low - start, 0, kSpan), to = std::clamp(position + 1 - start, 0, kSpan);
+  return from < to ? Visible{from, to} : Visible{0, 0};
+}
+
+// The 16-key tiles of a span that somebody in the block sees: [first, end).
+template <class Kv>
+struct SpanTiles {
   using T = typename Kv::Element;
-  const AttentionLayer& layer = tile.layer;
-  const int dim = layer.dim, start = span * kSpan, ratio = layer.heads / layer.kv_heads;
-  int from[Q], to[Q], least = kSpan, most = 0, common_from = 0, common_to = kSpan;
-  for (int v = 0; v < Q; ++v) {
-    const int position = tile.positions[v / tile.heads];
-    const int low = layer.window > 0 ? std::max(0, position - layer.window + 1) : 0;
-    from[v] = std::clamp(low - start, 0, kSpan);
-    to[v] = std::clamp(position + 1 - start, 0, kSpan);
-    if (from[v] >= to[v]) from[v] = to[v] = 0;
-    if (from[v] < to[v]) {
-      least = std::min(least, from[v]);
-      most = std::max(most, to[v]);
+  const T* keys[kSpan / kKeyTile];
+  const T* values[kSpan / kKeyTile];
+  int start, first, end;
+
+  SpanTiles(const QueryBlock& block, int span) : start(span * kSpan) {
+    const AttentionLayer& layer = block.layer;
+    const int low = layer.window > 0 ? std::max(0, block.positions[0] - layer.window + 1) : 0;
+    first = std::clamp(low - start, 0, kSpan) / kKeyTile;
+    end = (std::clamp(block.positions[block.rows - 1] + 1 - start, 0, kSpan) + kKeyTile - 1) / kKeyTile;
+    const size_t per_head = static_cast<size_t>(layer.block_size) * layer.dim;
+    for (int t = first; t < end; ++t) {
+      const int position = start + t * kKeyTile, offset = position % layer.block_size;
+      const size_t id = static_cast<size_t>(block.block_table[position / layer.block_size]);
+      const T* base = reinterpret_cast<const T*>(layer.arena + id * layer.block_bytes + layer.layer_offset) + block.kv_head * per_head;
+      keys[t] = base + static_cast<size_t>(offset) * layer.dim;
+      values[t] = keys[t] + layer.kv_heads * per_head;
     }
-    common_from = std::max(common_from, from[v]);
-    common_to = std::min(common_to, to[v]);
+  }
+};
+
+// Q vectors from `vector` on against one span.
+template <class Kv, int Q>
+void attend_span(const QueryBlock& block, int vector, const SpanTiles<Kv>& tiles, const State& state) {
+  const int dim = block.layer.dim;
+  Visible seen[Q];
+  int least = kSpan, most = 0, common_from = 0, common_to = kSpan;
+  for (int v = 0; v < Q; ++v) {
+    seen[v] = visible(block.layer, block.position(vector + v), tiles.start);
+    if (seen[v].from < seen[v].to) {
+      least = std::min(least, seen[v].from);
+      most = std::max(most, seen[v].to);
+    }
+    common_from = std::max(common_from, seen[v].from);
+    common_to = std::min(common_to, seen[v].to);
   }
   if (least >= most) return;
 
-  // Pointers to the 16-key tiles that somebody sees.
-  const T* keys[kSpan / kKeyTile];
-  const T* values[kSpan / kKeyTile];
-  const size_t per_head = static_cast<size_t>(layer.block_size) * dim;
-  const int first_tile = least / kKeyTile, end_tile = (most + kKeyTile - 1) / kKeyTile;
-  for (int t = first_tile; t < end_tile; ++t) {
-    const int position = start + t * kKeyTile, offset = position % layer.block_size;
-    const size_t block = static_cast<size_t>(tile.block_table[position / layer.block_size]);
-    const T* base = reinterpret_cast<const T*>(layer.arena + block * layer.block_bytes + layer.layer_offset) + (tile.head / ratio) * per_head;
-    keys[t] = base + static_cast<size_t>(offset) * dim;
-    values[t] = keys[t] + layer.kv_heads * per_head;
-  }
-
   alignas(64) float scores[Q][kSpan];
-  int t = first_tile;
+  const float* q = block.q + vector * block.stride;
+  const auto at = [&](int tile) { return reinterpret_cast<float (*)[kSpan]>(&scores[0][tile * kKeyTile]); };
+  int t = least / kKeyTile;
+  const int end = (most + kKeyTile - 1) / kKeyTile;
   if constexpr (2 * Q <= kAccumulators)
-    for (; t + 2 <= end_tile; t += 2) score_tiles<Kv, Q, 2>(q, keys + t, dim, reinterpret_cast<float (*)[kSpan]>(&scores[0][t * kKeyTile]));
-  for (; t < end_tile; ++t) score_tiles<Kv, Q, 1>(q, keys + t, dim, reinterpret_cast<float (*)[kSpan]>(&scores[0][t * kKeyTile]));
+    for (; t + 2 <= end; t += 2) score_two_tiles<Kv, Q>(q, block.stride, tiles.keys + t, dim, at(t));
+  for (; t < end; ++t) score_tile<Kv, Q>(q, block.stride, tiles.keys[t], dim, at(t));
 
   for (int v = 0; v < Q; ++v)
-    if (from[v] < to[v]) soften(scores[v], from[v], to[v], dim, state, v);
+    if (seen[v].from < seen[v].to) soften(scores[v], seen[v].from, seen[v].to, dim, state.from(v));
 
   // Keys that all vectors see are shared; each vector's own keys before and after keep the ascending order.
-  if (common_from < common_to) {
-    for (int v = 0; v < Q; ++v)
-      if (from[v] < common_from) add_values<Kv, 1>(scores + v, values, dim, from[v], common_from, state.acc + v);
-    add_values<Kv, Q>(scores, values, dim, common_from, common_to, state.acc);
+  const auto own = [&](int v, int from, int to) {
+    if (from < to) add_values<Kv, 1>(scores + v, tiles.values, dim, from, to, state.acc + v * state.stride, state.stride);
+  };
+  const bool shared = common_from < common_to;
+  if (shared) {
+    for (int v = 0; v < Q; ++v) own(v, seen[v].from, common_from);
+    add_values<Kv, Q>(scores, tiles.values, dim, common_from, common_to, state.acc, state.stride);
   }
-  for (int v = 0; v < Q; ++v) {
-    const int rest = common_from < common_to ? common_to : from[v];
-    if (rest < to[v]) add_values<Kv, 1>(scores + v, values, dim, rest, to[v], state.acc + v);
-  }
-}
-
-template <class Kv, int Q>
-void attend_vectors(const Tile& tile, int partition, State& state) {
-  const AttentionLayer& layer = tile.layer;
-  alignas(64) float q[Q][kHeadStride];
-  for (int v = 0; v < Q; ++v) {
-    const float* from = tile.qkv + (v / tile.heads) * tile.row_width + (tile.head + v % tile.heads) * layer.dim;
-    for (int d = 0; d < layer.dim; ++d) q[v][d] = from[d] * layer.scale;
-  }
-  const int low = layer.window > 0 ? std::max(0, tile.positions[0] - layer.window + 1) : 0;
-  const int high = tile.positions[tile.rows - 1];
-  const int first = std::max(low, partition * kPartition) / kSpan;
-  const int last = std::min(high, (partition + 1) * kPartition - 1) / kSpan;
-  for (int span = first; span <= last; ++span) attend_span<Kv, Q>(tile, q, span, state);
+  for (int v = 0; v < Q; ++v) own(v, shared ? common_to : seen[v].from, seen[v].to);
 }
 
 template <class Kv, int Q = kQueryTile>
-void attend_partition(const Tile& tile, int partition, State& state) {
-  if (tile.vectors() == Q) return attend_vectors<Kv, Q>(tile, partition, state);
-  if constexpr (Q > 1) attend_partition<Kv, Q - 1>(tile, partition, state);
+void attend_tile(const QueryBlock& block, int vector, int count, const SpanTiles<Kv>& tiles, const State& state) {
+  if (count == Q) return attend_span<Kv, Q>(block, vector, tiles, state);
+  if constexpr (Q > 1) attend_tile<Kv, Q - 1>(block, vector, count, tiles, state);
+}
+
+// All vectors of the block over one partition; `state` is cleared first.
+template <class Kv>
+void attend_partition(const QueryBlock& block, int partition, const State& state) {
+  const AttentionLayer& layer = block.layer;
+  const int vectors = block.vectors();
+  state.clear(vectors);
+  const int low = layer.window > 0 ? std::max(0, block.positions[0] - layer.window + 1) : 0;
+  const int first = std::max(low, partition * kPartition) / kSpan;
+  const int last = std::min(block.positions[block.rows - 1], (partition + 1) * kPartition - 1) / kSpan;
+  for (int span = first; span <= last; ++span) {
+    const SpanTiles<Kv> tiles(block, span);
+    for (int v = 0; v < vectors; v += kQueryTile) attend_tile<Kv>(block, v, std::min(kQueryTile, vectors - v), tiles, state.from(v));
+  }
 }
 
 }  // namespace KVIST_NAMESPACE
