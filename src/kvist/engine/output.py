@@ -49,8 +49,8 @@ class ChoiceOutput:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
         """The last delta of a choice that ends without a new token: aborted, failed, or asked for none."""
-        text, stop_reason = ("", None) if reason == "error" else self._flush()
-        return self._delta(text, (), None, reason, stop_reason, error)
+        text = "" if reason == "error" else self._flush()[0]
+        return self._delta(text, (), None, reason, error=error)
 
     def _advance(self, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
         request, params = self.request, self.request.sampling_params
@@ -75,9 +75,9 @@ class ChoiceOutput:
         return text, reason, stop_reason if matched is None else matched
 
     def _flush(self) -> tuple[str, str | None]:
-        """What is held back, and the stop string that its last characters complete. An unfinished character is dropped."""
-        text, matched = self.stop_checker.push(self.detokenizer.finish())
-        return (text, matched) if matched is not None else (text + self.stop_checker.finish(), None)
+        """What is held back, and the stop string that was complete in it. An unfinished character is dropped."""
+        text, _ = self.stop_checker.push(self.detokenizer.finish())
+        return text + self.stop_checker.finish(), self.stop_checker.matched
 
     def _delta(
         self,
