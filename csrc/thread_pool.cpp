@@ -80,7 +80,9 @@ void ThreadPool::run_items(long items, Function function, void* context) {
   take_items(0);
   // A worker that has not come by now finds the loop closed; only those inside are waited for.
   const int inside = entered_.fetch_add(kClosed, std::memory_order_acq_rel);
-  while (left_.load(std::memory_order_acquire) != inside) pause();
+  const auto working = [&] { return left_.load(std::memory_order_acquire) != inside; };
+  if (!spin(working))
+    while (working()) std::this_thread::yield();  // the worker has lost its core: give it this one
 }
 
 void ThreadPool::work(int thread) {
