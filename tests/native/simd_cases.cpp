@@ -1,0 +1,147 @@
+// The 16-lane vocabulary of simd.h and the number formats of the cache, value by value.
+#include <algorithm>
+
+#include "check.h"
+#include "kv_format.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+using namespace KVIST_NAMESPACE;
+
+namespace native_test {
+
+namespace {
+
+std::vector<float> lanes_of(F v) {
+  std::vector<float> lanes(16);
+  store(lanes.data(), v);
+  return lanes;
+}
+
+void every_f16_is_read_and_written_back(Digest& digest) {
+  std::vector<uint16_t> bits(16), again(16);
+  for (int first = 0; first < 65536; first += 16) {
+    for (int i = 0; i < 16; ++i) bits[i] = static_cast<uint16_t>(first + i);
+    const F v = load_f16(bits.data());
+    const auto values = lanes_of(v);
+    store_f16(again.data(), v);
+    std::vector<float> columns(16);
+    for (int c = 0; c < 16; c += kLanes) store_v(columns.data() + c, load_v_f16(bits.data() + c));
+    for (int i = 0; i < 16; ++i) {
+      const double expected = f16_value(bits[i]);
+      if (std::isnan(expected)) {
+        check(std::isnan(values[i]) && std::isnan(f16_value(again[i])), "f16 %04x is no NaN any more", bits[i]);
+        continue;
+      }
+      check(values[i] == expected && again[i] == bits[i], "f16 %04x reads as %g and is written as %04x", bits[i], values[i], again[i]);
+      check(columns[i] == expected, "f16 %04x reads as %g in a column", bits[i], columns[i]);
+    }
+    digest.add(values);
+  }
+}
+
+// Any bits, magnitudes that f16 can hold, and halfway points.
+float rounding_sample(Chance& chance, int i) {
+  const float any = std::bit_cast<float>(static_cast<uint32_t>(chance.bits()));
+  if (i % 4 == 0) return any;
+  if (i % 4 == 1) return std::ldexp(chance.uniform(), chance.below(44) - 26);
+  if (i % 4 == 2) return std::ldexp(static_cast<float>(2 * chance.below(2048) + 1), chance.below(30) - 25);
+  return std::bit_cast<float>((std::bit_cast<uint32_t>(any) & 0xffff0000u) | 0x8000u);
+}
+
+void sixteen_bits_round_to_the_nearest(Digest& digest) {
+  Chance chance(1);
+  for (int i = 0; i < 20000; ++i) {
+    const float v = rounding_sample(chance, i);
+    const uint16_t half = one_to_f16(v), brain = to_bf16(v);
+    if (std::isnan(v)) {
+      check(std::isnan(f16_value(half)) && std::isnan(bf16_value(brain)), "NaN %08x becomes a number", std::bit_cast<uint32_t>(v));
+      continue;
+    }
+    check(f16_value(half) == nearest_f16(v), "%a in f16 is %a", v, f16_value(half));
+    check(bf16_value(brain) == nearest_bf16(v), "%a in bf16 is %a", v, bf16_value(brain));
+    check(std::signbit(v) == (half >> 15) && std::signbit(v) == (brain >> 15), "%a loses its sign", v);
+    digest.add(static_cast<uint32_t>(half) << 16 | brain);
+  }
+}
+
+void bf16_pairs_split() {
+  Chance chance(2);
+  std::vector<uint16_t> pairs(32);
+  for (uint16_t& bits : pairs) bits = to_bf16(chance.uniform());
+  F even, odd;
+  split_bf16_pairs(pairs.data(), even, odd);
+  const auto first = lanes_of(even), second = lanes_of(odd);
+  std::vector<float> column(16);
+  for (int c = 0; c < 16; c += kLanes) store_v(column.data() + c, load_v_bf16(pairs.data() + c));
+  for (int i = 0; i < 16; ++i) {
+    check(first[i] == bf16_value(pairs[2 * i]) && second[i] == bf16_value(pairs[2 * i + 1]), "pair %d is split wrongly", i);
+    check(column[i] == bf16_value(pairs[i]), "bf16 lane %d is read wrongly", i);
+  }
+}
+
+void exponentials(Digest& digest) {
+  for (int i = 0; i < 12000; ++i) {
+    const float x = -90.0f + 0.01485f * static_cast<float>(i);
+    const float e = lanes_of(exp(set1(x)))[i % 16];
+    digest.add(&e, 1);
+    const double real = std::exp(static_cast<double>(x));
+    if (x < -87.4f) check(e == 0.0f, "exp(%a) is %a, not 0", x, e);
+    else if (x > -87.3f && x < 88.0f) check(std::fabs(e - real) <= 2e-7 * real, "exp(%a) is %a", x, e);
+    const float s = lanes_of(silu(set1(x)))[i % 16];
+    const double exact = x / (1 + std::exp(-static_cast<double>(x)));
+    digest.add(&s, 1);
+    check(std::fabs(s - exact) <= 1e-6 * std::fabs(exact) + 1e-30, "silu(%a) is %a", x, s);
+  }
+  check(lanes_of(exp(zero()))[0] == 1.0f, "exp(0) is not 1");
+  check(lanes_of(exp(set1(-kInf)))[0] == 0.0f, "exp(-inf) is not 0");
+}
+
+void lanes_fold_in_one_order(Digest& digest) {
+  Chance chance(3);
+  for (int round = 0; round < 200; ++round) {
+    const auto v = chance.floats(16, 1000.0f);
+    auto sum = v;
+    for (int half = 8; half >= 1; half /= 2)
+      for (int i = 0; i < half; ++i) sum[i] = sum[i] + sum[i + half];
+    const float folded = fold_add(load(v.data()));
+    check(folded == sum[0], "lanes add up to %a, not %a", folded, sum[0]);
+    check(fold_max(load(v.data())) == *std::max_element(v.begin(), v.end()), "fold_max misses the largest lane");
+    digest.add(&folded, 1);
+  }
+}
+
+void whole_numbers() {
+  const std::vector<float> v = {0.5f, 1.5f, 2.5f, -0.5f, -1.5f, -2.5f,       126.5f, -126.5f,
+                                127,  -127, 0,    3.2f,  -3.7f, 0.49999997f, 100.51f, -100.49f};
+  std::vector<int8_t> whole(16);
+  store_int8(whole.data(), round_to_int(load(v.data())));
+  for (int i = 0; i < 16; ++i) check(whole[i] == std::nearbyint(v[i]), "%a rounds to %d", v[i], whole[i]);
+}
+
+void tails_touch_nothing_beyond() {
+  for (int count = 0; count <= 16; ++count) {
+    std::vector<float> from(count), to(count);
+    for (int i = 0; i < count; ++i) from[i] = static_cast<float>(i + 1);
+    const F v = load_tail(from.data(), count, -2.0f);
+    const auto lanes = lanes_of(v);
+    for (int i = 0; i < 16; ++i) check(lanes[i] == (i < count ? from[i] : -2.0f), "lane %d of a tail of %d is %g", i, count, lanes[i]);
+    store_tail(to.data(), v, count);
+    check(from == to, "a tail of %d is stored wrongly", count);
+  }
+}
+
+}  // namespace
+
+void simd_cases(Digest& digest) {
+  const FloatMode mode;
+  every_f16_is_read_and_written_back(digest);
+  sixteen_bits_round_to_the_nearest(digest);
+  bf16_pairs_split();
+  exponentials(digest);
+  lanes_fold_in_one_order(digest);
+  whole_numbers();
+  tails_touch_nothing_beyond();
+}
+
+}  // namespace native_test

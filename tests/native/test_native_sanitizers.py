@@ -1,0 +1,175 @@
+"""The kernels of csrc/ without Python, under the sanitizers, and the AVX-512 source on processors without AVX-512.
+
+`kernels_test.cpp` and its sets of cases are compiled with the sources once a build, as one translation unit because headers cost
+more than the code. Every build must pass all cases with no report of a sanitizer. The AVX-512 source runs on plain definitions of
+its intrinsics (`avx512_emulated.h`), and the digest of all results must be that of the AVX2 build: the two are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvist.kernels.cpu import REQUIRED_FLAGS
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+MODULE_ONLY = "module.cpp"
+SETS = ("simd", "row", "linear", "attention", "pool")
+COMMON = ("-std=gnu++20", "-O1", "-g1", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+EMULATED = (*AVX2, "-DKVIST_AVX512", "-include", str(HERE / "avx512_emulated.h"))
+ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREAD = ("-fsanitize=thread",)
+
+FRESH_MEMORY_IS_NAN = "ASAN_OPTIONS=max_malloc_fill_size=1000000000:malloc_fill_byte=255"
+RUNNERS = (("env", FRESH_MEMORY_IS_NAN), ("env", f"{FRESH_MEMORY_IS_NAN}:detect_leaks=0"), ("setarch", "-R"))
+"""Ways to start a program: some containers forbid what the leak checker needs, some kernels place memory where GCC's race
+detector cannot follow."""
+
+PROBES = {
+    ADDRESS: (
+        "heap-buffer-overflow",
+        "#include <cstring>\n"
+        "int main(int n, char**) { char* p = new char[1]; std::memset(p, 0, n); int v = *p; delete[] p; return v; }",
+    ),
+    THREAD: (
+        "data race",
+        "#include <thread>\nint v; int main(int n, char**) { std::thread t([] { ++v; }); if (n > 1) ++v; t.join(); return v - n; }",
+    ),
+}
+"""For each sanitizer a program that is right without an argument and wrong with one, and what the report then says."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    passed: tuple[str, ...]
+    digest: str
+
+
+def run(*command: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=900)
+
+
+class Workshop:
+    """Compiles each program once, in a folder of its own."""
+
+    def __init__(self, folder: Path, compiler: str) -> None:
+        self._folder, self._compiler = folder, compiler
+        self.program = functools.cache(self._program)
+        self.runner = functools.cache(self._runner)
+
+    def _compile(self, source: str, *flags: str) -> tuple[str, str]:
+        """The program, and the compiler's complaint if it failed."""
+        path = str(self._folder / f"program{len(list(self._folder.iterdir()))}")
+        done = run(self._compiler, *COMMON, *flags, "-x", "c++", "-", "-o", path, stdin=source)
+        return path, done.stderr if done.returncode else ""
+
+    def _runner(self, sanitizer: tuple[str, ...]) -> tuple[str, ...] | None:
+        """How to start programs under a sanitizer; None if it is not installed or does not run here."""
+        if not sanitizer:
+            return ()
+        report, source = PROBES[sanitizer]
+        path, complaint = self._compile(source, *sanitizer)
+        if complaint:
+            return None
+        for runner in RUNNERS:
+            if not shutil.which(runner[0]):
+                continue
+            if run(*runner, path).returncode == 0:
+                wrong = run(*runner, path, "wrong")
+                assert wrong.returncode != 0, sanitizer
+                assert report in wrong.stderr
+                return runner
+        return None
+
+    def _program(self, *flags: str) -> str:
+        sources = sorted(CSRC.glob("*.cpp")) + sorted(HERE.glob("*.cpp"))
+        text = "".join(f'#include "{path}"\n' for path in sources if path.name != MODULE_ONLY)
+        path, complaint = self._compile(text, "-DKVIST_NAMESPACE=kvist_native", f"-I{CSRC}", f"-I{HERE}", *flags)
+        assert not complaint, complaint
+        return path
+
+    @functools.cached_property
+    def cpu(self) -> frozenset[str]:
+        """Flags of this processor. Asks the portable build, in the form in which it is tested anyway."""
+        return frozenset(self.start("portable", "features", sanitizer=self.sanitizer(ADDRESS)).split())
+
+    def sanitizer(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """The sanitizer where it runs, or none: bits are the same."""
+        return () if self.runner(wanted) is None else wanted
+
+    def start(self, build: str, *sets: str, sanitizer: tuple[str, ...] = ()) -> str:
+        flags = {"portable": ("-DKVIST_PORTABLE",), "avx2": ("-DKVIST_AVX2", *AVX2), "avx512": ("-DKVIST_AVX512", *AVX512)}
+        runner = self.runner(sanitizer)
+        assert runner is not None
+        done = run(*runner, self.program(*flags.get(build, EMULATED), *sanitizer), *sets)
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert not done.stderr
+        return done.stdout
+
+    def check(self, build: str, *sets: str, sanitizer: tuple[str, ...] = ()) -> Outcome:
+        output = self.start(build, *sets, sanitizer=sanitizer)
+        digest = re.search(r"^digest ([0-9a-f]{16})$", output, re.MULTILINE)
+        assert digest, output
+        return Outcome(tuple(re.findall(r"^passed (\w+)$", output, re.MULTILINE)), digest[1])
+
+    def needs(self, sanitizer: tuple[str, ...]) -> None:
+        if self.runner(sanitizer) is None:
+            pytest.skip(f"g++ has no runtime here for {sanitizer[0]}, or its programs do not start")
+
+    def needs_cpu(self, isa: str) -> None:
+        missing = sorted(set(REQUIRED_FLAGS[isa]) - self.cpu)
+        if missing:
+            pytest.skip(f"this processor lacks {', '.join(missing)}")
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    folder = tmp_path_factory.mktemp("native")
+    yield Workshop(folder, compiler)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("build", ["portable", "avx2"])
+def test_kernels_hold_under_address_and_undefined_sanitizers(workshop: Workshop, build: str) -> None:
+    workshop.needs(ADDRESS)
+    workshop.needs_cpu(build)
+    assert workshop.check(build, sanitizer=ADDRESS).passed == SETS
+
+
+def test_threads_do_not_race(workshop: Workshop) -> None:
+    workshop.needs(THREAD)
+    shared = ("pool", "linear", "attention")
+    assert workshop.check("portable", *shared, sanitizer=THREAD).passed == shared
+
+
+def test_avx512_has_the_bits_of_avx2(workshop: Workshop) -> None:
+    workshop.needs_cpu("avx2")
+    emulated = workshop.check("emulated")
+    assert emulated.passed == SETS
+    assert emulated == workshop.check("avx2", sanitizer=workshop.sanitizer(ADDRESS))
+
+
+def test_a_processor_with_avx512_agrees_with_its_emulation(workshop: Workshop) -> None:
+    workshop.needs_cpu("avx512")
+    assert workshop.check("avx512") == workshop.check("emulated")
+
+
+def test_every_intrinsic_of_avx512_is_emulated() -> None:
+    used = set(re.findall(r"_mm512_\w+", "".join(path.read_text(encoding="utf-8") for path in CSRC.iterdir())))
+    defined = set(re.findall(r"#define (_mm512_\w+)", (HERE / "avx512_emulated.h").read_text(encoding="utf-8")))
+    assert used
+    assert used == defined
