@@ -208,7 +208,7 @@ def resolve(
         )
     spec = KVSpec(model.num_kv_heads, model.head_dim, options.kv_cache_dtype, options.block_size, group_layers(model.windows))
     num_blocks = _pool_blocks(options, spec, max_model_len, free_memory)
-    pool_tokens = min(max_model_len, num_blocks // len(spec.groups) * spec.block_size)
+    pool_tokens = spec.max_request_tokens(num_blocks, max_model_len)
     if pool_tokens < 1:
         raise ConfigError(
             f"the pool of {num_blocks} blocks holds not one block of each of the model's {len(spec.groups)} KV groups."
@@ -255,11 +255,11 @@ def _pool_blocks(options: EngineOptions, spec: KVSpec, max_model_len: int, free_
 
 def describe_pool(config: EngineConfig) -> str:
     """One or two sentences: what the pool holds, and the effective limit where the pool sets it."""
-    sequences = config.num_kv_blocks / config.spec.request_blocks(config.max_model_len)
+    blocks, length = config.spec.request_blocks(config.max_model_len), config.max_model_len
     text = (
         f"KV pool: {config.num_kv_blocks:,} blocks of {config.spec.block_size} tokens ({config.spec.kv_format}), "
-        f"{config.num_kv_blocks // len(config.spec.groups) * config.spec.block_size:,} tokens, {format_bytes(config.pool_bytes)}; "
-        f"room for {math.floor(sequences * 10) / 10:g} sequences of {config.max_model_len:,} tokens."
+        f"{config.num_kv_blocks * length // blocks:,} tokens, {format_bytes(config.pool_bytes)}; "
+        f"room for {config.num_kv_blocks * 10 // blocks / 10:g} sequences of {length:,} tokens."
     )
     if config.pool_tokens < config.max_model_len:
         text += f" A request has room for {config.pool_tokens:,} tokens at most: the pool is smaller than max_model_len."

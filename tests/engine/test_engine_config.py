@@ -85,7 +85,11 @@ def test_windowed_layers_share_the_pool_in_groups():
     config = resolved(model, num_kv_blocks=30)
     assert len(config.spec.groups) == 3
     assert config.spec.block_bytes == BLOCK // 3
+    # A group whose window is 512 never holds more than 33 blocks; the full group grows on.
     assert config.pool_tokens == 160
+    assert resolved(model, num_kv_blocks=300).pool_tokens == 234 * 16
+    assert resolved(model, max_num_seqs=2, free_memory=10**12).num_kv_blocks == 2 * (512 + 2 * 33)
+    assert "room for 1.5 sequences of 8,192 tokens" in describe_pool(resolved(model, num_kv_blocks=900))
 
 
 def test_context_beyond_the_models_own():

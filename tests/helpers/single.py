@@ -150,9 +150,9 @@ class Bench:
         for sequence, tokens in work:
             sequence.length += len(tokens)
             for table in sequence.tables:
-                while len(table) < self.spec.blocks_for(sequence.length):
+                while len(table) * self.spec.block_size < sequence.length:
                     table.append(self.free.pop())
-        width = max(self.spec.blocks_for(sequence.length) for sequence, _ in work)
+        width = max(len(table) for sequence, _ in work for table in sequence.tables)
         groups = []
         for g in range(len(self.spec.groups)):
             table = np.zeros((len(work), width), np.int32)

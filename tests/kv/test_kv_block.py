@@ -1,12 +1,10 @@
-"""Block hashes and window arithmetic."""
+"""Block hashes."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvist.kv.block import BlockHash, extend_hashes, first_block, make_key, peak_blocks, root_hash
+from kvist.kv.block import BlockHash, extend_hashes, make_key, root_hash
 
 ROOT = root_hash(b"model", "bf16", 4, "")
 
@@ -56,31 +54,3 @@ def test_a_hash_depends_on_everything_that_changes_the_bytes(root: BlockHash) ->
 def test_parts_of_a_key_do_not_run_together() -> None:
     assert make_key("ab", "c") != make_key("a", "bc")
     assert make_key("ab") == make_key(b"ab")
-
-
-@pytest.mark.parametrize(
-    ("position", "window", "expected"),
-    [
-        (0, None, 0),
-        (1000, None, 0),
-        (0, 1, 0),
-        (16, 1, 1),
-        (15, 16, 0),
-        (30, 16, 0),
-        (31, 16, 1),
-        (32, 16, 1),
-        (47, 16, 2),
-        (32, 17, 1),
-    ],
-)
-def test_first_block_that_a_row_reads(position: int, window: int | None, expected: int) -> None:
-    assert first_block(position, window, 16) == expected
-
-
-@given(st.integers(1, 80), st.one_of(st.none(), st.integers(1, 40)), st.sampled_from([1, 2, 4, 16]))
-def test_peak_is_what_row_by_row_computing_holds(num_tokens: int, window: int | None, size: int) -> None:
-    held = [position // size + 1 - first_block(position, window, size) for position in range(num_tokens)]
-    assert peak_blocks(num_tokens, window, size) == max(held)
-    for position in range(num_tokens):
-        lowest = 0 if window is None else max(0, position - window + 1)
-        assert first_block(position, window, size) == lowest // size

@@ -201,7 +201,6 @@ def test_queries_change_nothing() -> None:
     assert manager.match(probe) == match
     manager.blocks_to_admit(probe, match)
     manager.fit(probe, 100)
-    manager.max_request_tokens(1000)
     assert (manager.usage(), tables(manager, request)) == before
     manager.check_invariants()
 
@@ -265,29 +264,6 @@ def test_a_hit_shrinks_to_what_windowed_groups_still_have() -> None:
     assert tables(manager, two) == [[8, 5], [0, 3]]
     # 12 tokens need block 2 of the windowed group, 8 need block 1: both gone; 4 need block 0.
     assert manager.match(known(manager, range(16))).num_tokens == 4
-
-
-@pytest.mark.parametrize(
-    ("windows", "num_blocks", "expected"),
-    [
-        ((None,), 16, 256),
-        ((None, None), 16, 128),
-        # A window of 32 holds at most 3 blocks a group: 5 x 3 of 20, and 5 for the full group.
-        ((None, 32, 32, 32, 32, 32), 20, 80),
-        ((None, 32, 32, 32, 32, 32), 19, 64),
-        ((None, 32, 32, 32, 32, 32), 17, 32),
-        ((32,), 3, 1000),
-        ((32,), 2, 32),
-    ],
-)
-def test_what_one_request_can_have(windows: tuple[int | None, ...], num_blocks: int, expected: int) -> None:
-    manager = make_manager(*windows, num_blocks=num_blocks)
-    assert manager.max_request_tokens(1000) == expected
-    request = make_request("all", [1] * 1000)
-    admit(manager, request)
-    for _ in range(expected):
-        compute(manager, request, 1)
-    assert manager.allocate(request, 1) is (expected == 1000)
 
 
 def test_a_pool_without_a_block_for_each_group_is_refused() -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from helpers.deciders import Arena, make_request, make_spec
-from kvist.kv.block import first_block
 from kvist.kv.manager import KVManager
+from kvist.kv.spec import first_block
 from kvist.request import Request
 
 SIZE = 4

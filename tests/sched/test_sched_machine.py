@@ -151,7 +151,7 @@ def test_a_request_that_fills_the_pool_to_the_last_slot() -> None:
     for windows, num_blocks in [((None,), 5), ((None, 6, 6), 12), ((None, 9), 11)]:
         sim = Sim(*windows, num_blocks=num_blocks, block_size=4, max_num_batched_tokens=7)
         limit = sim.scheduler.effective_max_tokens
-        assert sim.manager.peak_blocks(limit) <= num_blocks < sim.manager.peak_blocks(limit + 1)
+        assert sim.spec.request_blocks(limit) <= num_blocks < sim.spec.request_blocks(limit + 1)
         request = sim.generate("all", range(limit - 5), 5)
         assert len(request.output_token_ids) == 5
         assert len(sim.generate("score", range(limit), 0).prompt_token_ids) == limit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -96,7 +96,6 @@ def assemble(options: EngineOptions, packed: Packed, ops: Ops, tokenizer: Tokeni
         key=key,
         watermark=config.watermark,
     )
-    config = replace(config, pool_tokens=manager.max_request_tokens(config.max_model_len))
     arena = Arena(config.num_kv_blocks, config.spec.block_bytes)
     model = build_model(
         packed.config, packed.linears, packed.vectors, ops, arena.blocks, config.spec, max_model_len=config.effective_max_len

@@ -1,4 +1,4 @@
-"""What one block is called, and which blocks a row reads: block hashes and window arithmetic.
+"""What one block is called: block hashes.
 
 A `BlockHash` is SHA-256 over (parent hash, token ids); the parent of a first block is a root that covers everything else that
 changes keys and values: the key (model fingerprint, numeric profile), the KV format, the block size and the request's salt. So two
@@ -37,19 +37,3 @@ def extend_hashes(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[
     for offset in range(0, len(data), step):
         parent = BlockHash(sha256(parent + data[offset : offset + step]).digest())
         hashes.append(parent)
-
-
-def first_block(position: int, window: int | None, block_size: int) -> int:
-    """The first logical block that a row at `position` reads: a windowed row sees keys position - window + 1 .. position."""
-    if window is None or position < window:
-        return 0
-    return (position - window + 1) // block_size
-
-
-def peak_blocks(num_tokens: int, window: int | None, block_size: int) -> int:
-    """The most blocks of one group that a sequence holds at once while it grows to `num_tokens` row by row.
-
-    A row that opens a block holds the most; from block to block that number never falls, so the last opened block decides.
-    """
-    last = (num_tokens - 1) // block_size
-    return last + 1 - first_block(last * block_size, window, block_size)

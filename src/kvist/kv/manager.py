@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from kvist.errors import ConfigError
 from kvist.kv.allocators import Allocator, PagedAllocator
-from kvist.kv.block import BlockHash, extend_hashes, first_block, peak_blocks, root_hash
+from kvist.kv.block import BlockHash, extend_hashes, root_hash
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
-from kvist.kv.spec import KVSpec
+from kvist.kv.spec import KVSpec, first_block
 from kvist.request import Request
 
 
@@ -102,21 +102,6 @@ class KVManager:
 
     def no_match(self) -> PrefixMatch:
         return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * self._num_groups)
-
-    def peak_blocks(self, num_tokens: int) -> int:
-        """The most blocks, over all groups, that a request of `num_tokens` holds at once if it is computed row by row."""
-        return sum(peak_blocks(num_tokens, window, self._block_size) for window in self._windows)
-
-    def max_request_tokens(self, limit: int) -> int:
-        """The most tokens, up to `limit`, that one request alone can have in this pool; windowed groups hold their window only."""
-        low, high = 0, -(-limit // self._block_size)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.peak_blocks(middle * self._block_size) <= self.num_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return min(limit, low * self._block_size)
 
     def blocks_to_admit(self, request: Request, match: PrefixMatch) -> int:
         """Free blocks that all tokens of a request need after the hit `match`. Hit blocks that others hold cost nothing as long as

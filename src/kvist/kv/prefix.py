@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvist.kv.block import BlockHash, first_block
+from kvist.kv.block import BlockHash
+from kvist.kv.spec import first_block
 
 
 @dataclass(frozen=True, slots=True)

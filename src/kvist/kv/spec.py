@@ -1,4 +1,4 @@
-"""The one byte formula, and how layers are grouped (leaf: any room may import it).
+"""The one byte formula, how layers are grouped, and how many blocks a request takes (leaf: any room may import it).
 
 A KV group is a set of layers that share a shape and a window, and so one block table. Layers are split into groups of equal
 bytes per block, so that one pool of block ids serves all groups. This module knows sizes only: no ids, no arrays.
@@ -50,14 +50,32 @@ class KVSpec:
         """One token in all layers (of a model whose windows are not yet full)."""
         return sum(len(group.layers) for group in self.groups) * self.bytes_per_token_layer
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of one group that hold `num_tokens`."""
-        return -(-num_tokens // self.block_size)
-
     def request_blocks(self, num_tokens: int) -> int:
-        """The most blocks, over all groups, that a request of `num_tokens` in all ever holds at once when it is computed in
-        chunks no larger than its window allows; windowed groups are counted whole here and shrink as the request advances."""
-        return len(self.groups) * self.blocks_for(num_tokens)
+        """The most blocks, over all groups, that a request holds at once while it grows to `num_tokens` row by row.
+
+        A row that opens a block holds the most; from block to block that number never falls, so the last opened block decides.
+        A longer chunk holds more for one step; the scheduler cuts it to the blocks that are free.
+        """
+        last = (num_tokens - 1) // self.block_size
+        return sum(last + 1 - first_block(last * self.block_size, group.window, self.block_size) for group in self.groups)
+
+    def max_request_tokens(self, num_blocks: int, limit: int) -> int:
+        """The most tokens, up to `limit`, that one request alone can have in a pool of `num_blocks`."""
+        low, high = 0, -(-limit // self.block_size)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.request_blocks(middle * self.block_size) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return min(limit, low * self.block_size)
+
+
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """The first logical block that a row at `position` reads: a windowed row sees keys position - window + 1 .. position."""
+    if window is None or position < window:
+        return 0
+    return (position - window + 1) // block_size
 
 
 def group_layers(windows: tuple[int | None, ...]) -> tuple[KVGroup, ...]:

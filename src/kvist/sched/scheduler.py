@@ -110,7 +110,7 @@ class Scheduler:
         self._use_cache = use_cache
         self._policy: Policy = policy or FirstComeFirstServed()
         self.max_model_len = max_model_len
-        self.pool_tokens = manager.max_request_tokens(max_model_len)
+        self.pool_tokens = manager.spec.max_request_tokens(manager.num_blocks, max_model_len)
         self._jobs: dict[str, _Job] = {}
         self._running: list[_Job] = []
         self._waiting: list[_Job] = []
