@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from kvist.config import Isa
 from kvist.kernels import cpu
@@ -28,5 +27,4 @@ def select_ops(isa: Isa, num_threads: int, *, warn: Callable[[str], None]) -> Op
         from kvist.kernels.reference import make_reference_ops
 
         return make_reference_ops(num_threads)
-    # Handles are opaque: the native side's `Ops` takes its own, which is narrower than the protocol says.
-    return cast(Ops, cpu.make_ops(chosen, num_threads))
+    return cpu.make_ops(chosen, num_threads)

@@ -112,7 +112,8 @@ class Linear(Protocol):
 
 
 class Ops(Protocol):
-    """A machine. `bind_*` make handles once, at load; the others run on each step. Handles are opaque to the caller."""
+    """A machine. `bind_*` make handles once, at load; the others run on each step. A handle is opaque to the caller, of the
+    machine's own type, and good for that machine only: hence `Any`."""
 
     @property
     def isa(self) -> str:
@@ -137,16 +138,16 @@ class Ops(Protocol):
     def bind_batch(self, batch: ForwardBatch) -> Any:
         """One step's batch, for `rope_write` and `attend`."""
 
-    def embed(self, table: Linear, token_ids: I32, out: F32) -> None:
+    def embed(self, table: Any, token_ids: I32, out: F32) -> None:
         """out[t] = row token_ids[t] of the table, dequantized; out [T, table.k]."""
 
-    def norm_linear(self, x: F32, norm: F32, eps: float, weight: Linear, out: F32) -> None:
+    def norm_linear(self, x: F32, norm: F32, eps: float, weight: Any, out: F32) -> None:
         """out = rms_norm(x) @ weight.T + bias; x [T, k], out [T, n]."""
 
-    def linear_add(self, x: F32, weight: Linear, residual: F32) -> None:
+    def linear_add(self, x: F32, weight: Any, residual: F32) -> None:
         """residual += x @ weight.T + bias; x [T, k], residual [T, n]."""
 
-    def gated_mlp(self, x: F32, norm: F32, eps: float, gate_up: Linear, down: Linear) -> None:
+    def gated_mlp(self, x: F32, norm: F32, eps: float, gate_up: Any, down: Any) -> None:
         """x += (silu(h @ gate.T) * (h @ up.T)) @ down.T with h = rms_norm(x); `gate_up` has two segments; x [T, hidden]."""
 
     def rope_write(self, batch: Any, attention: Any, qkv: F32) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvist.kernels.ops import F32, GROUP, I32, AttentionParams, ForwardBatch, Linear, Ops, PackedLinear
+from kvist.kernels.ops import F32, GROUP, I32, AttentionParams, ForwardBatch, Ops, PackedLinear
 from kvist.kernels.packing import DENSE_DTYPES, unpack_quants
 from kvist.kernels.reference_attention import ReferenceAttention, ReferenceCache, attend, bind_attention, rope_write
 from kvist.kernels.reference_math import Activations, decode, quantize_rows, rms_norm, silu
@@ -158,20 +158,19 @@ class ReferenceOps:
     def bind_batch(self, batch: ForwardBatch) -> ForwardBatch:
         return batch
 
-    def embed(self, table: Linear, token_ids: I32, out: F32) -> None:
-        assert isinstance(table, ReferenceLinear)
+    def embed(self, table: ReferenceLinear, token_ids: I32, out: F32) -> None:
         (segment,) = table.segments
         out[...] = segment.rows(token_ids)
 
-    def norm_linear(self, x: F32, norm: F32, eps: float, weight: Linear, out: F32) -> None:
+    def norm_linear(self, x: F32, norm: F32, eps: float, weight: ReferenceLinear, out: F32) -> None:
         self._linear(rms_norm(x, norm, eps), weight, out)
 
-    def linear_add(self, x: F32, weight: Linear, residual: F32) -> None:
+    def linear_add(self, x: F32, weight: ReferenceLinear, residual: F32) -> None:
         product = np.empty_like(residual)
         self._linear(x, weight, product)
         residual += product
 
-    def gated_mlp(self, x: F32, norm: F32, eps: float, gate_up: Linear, down: Linear) -> None:
+    def gated_mlp(self, x: F32, norm: F32, eps: float, gate_up: ReferenceLinear, down: ReferenceLinear) -> None:
         both = np.empty((len(x), gate_up.n), np.float32)
         self.norm_linear(x, norm, eps, gate_up, both)
         gate, up = both[:, : down.k], both[:, down.k :]
@@ -183,9 +182,8 @@ class ReferenceOps:
     def attend(self, batch: ForwardBatch, attention: ReferenceAttention, qkv: F32, out: F32) -> None:
         attend(batch, attention, qkv, out)
 
-    def _linear(self, x: F32, weight: Linear, out: F32) -> None:
+    def _linear(self, x: F32, weight: ReferenceLinear, out: F32) -> None:
         """out = x @ weight.T + bias, tile by tile."""
-        assert isinstance(weight, ReferenceLinear)
         quantized = any(isinstance(segment, QuantizedSegment) for segment in weight.segments)
         activations = quantize_rows(x) if quantized else None
 
