@@ -306,3 +306,17 @@ def test_merging_keeps_everything():
     )
     aborted = merge_deltas(OutputDelta("r", 0, "a", (1,)), OutputDelta("r", 0, "", (), finish_reason="abort"))
     assert (aborted.token_ids, aborted.logprobs, aborted.finish_reason) == ((1,), None, "abort")
+
+
+def test_a_name_whose_reader_left_can_be_used_again_at_once(engine):
+    """The last deltas of the first request must not end the second."""
+
+    async def main() -> Collected:
+        async with aclosing(engine.generate("r", [10, 20], greedy(max_tokens=400))) as stream:
+            async for _ in stream:
+                break
+        return (await collect(engine, "r", [10, 20, 30], greedy(max_tokens=9)))[0]
+
+    output = asyncio.run(main())
+    assert output.finish_reason == "length"
+    assert output.token_ids == run_one(tiny_engine(), [10, 20, 30], greedy(max_tokens=9)).token_ids

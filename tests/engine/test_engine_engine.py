@@ -319,6 +319,95 @@ def test_logits_without_a_number_fail_one_request():
     assert outputs["b"].token_ids == plain().token_ids
 
 
+class Broken:
+    """Stands where one request's text is made."""
+
+    def __init__(self, inner: Any, method: str, at: int) -> None:
+        self.inner, self.method, self.at, self.calls = inner, method, at, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.method:
+            self.calls += 1
+            if self.calls == self.at:
+                raise KeyError("no such id")
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize(("method", "at", "tokens"), [("push", 1, 0), ("push", 5, 4), ("finish", 1, 11)])
+def test_a_fault_in_the_text_of_one_request_ends_that_one_only(method, at, tokens, caplog):
+    engine = tiny_engine()
+    engine.add_request("a", PROMPT, greedy(ignore_eos=True))
+    engine.add_request("b", PROMPT, greedy(ignore_eos=True))
+    output = engine._choices["a#0"].output
+    output.detokenizer = Broken(output.detokenizer, method, at)
+    outputs = drain(engine)
+    assert (outputs["a"].finish_reason, len(outputs["a"].token_ids)) == ("error", tokens)
+    assert outputs["a"].last.error == "The engine failed this request: KeyError: 'no such id'."
+    assert "Traceback" in caplog.text
+    assert outputs["b"].token_ids == plain().token_ids
+    assert engine.snapshot().failed_steps == 0
+
+
+def test_a_fault_in_the_text_of_an_aborted_request():
+    engine = tiny_engine()
+    engine.add_request("a", PROMPT, greedy())
+    engine.step()
+    output = engine._choices["a#0"].output
+    output.detokenizer = Broken(output.detokenizer, "finish", 1)
+    engine.abort("a")
+    assert [one.finish_reason for one in drain(engine).values()] == ["error"]
+
+
+def test_prompt_scores_without_a_number_fail_one_request():
+    from dataclasses import replace
+
+    import numpy as np
+
+    class NanScores(FaultyModel):
+        def logits(self, hidden: Any) -> Any:
+            logits = self.model.logits(hidden).copy()
+            if len(logits) == 5 and not self.calls:
+                self.calls = 1
+                logits[0] = np.nan
+            return logits
+
+        def forward(self, batch: Any) -> Any:
+            return self.model.forward(batch)
+
+    engine = tiny_engine()
+    engine.runner = replace(engine.runner, model=NanScores(engine.runner.model, 0))
+    engine.add_request("a", [*PROMPT[:4], 99], greedy(ignore_eos=True, prompt_logprobs=1))
+    engine.add_request("b", PROMPT, greedy(ignore_eos=True))
+    outputs = drain(engine)
+    assert outputs["a"].last.error == "The model's logits hold no finite number for this request."
+    assert outputs["a"].token_ids == []
+    assert outputs["b"].token_ids == plain().token_ids
+
+
+def test_a_name_is_free_again_once_its_last_delta_is_read():
+    engine = tiny_engine()
+    engine.add_request("r", PROMPT, greedy())
+    engine.abort("r")
+    with pytest.raises(InvalidRequestError, match="'r'"):
+        engine.add_request("r", PROMPT, greedy())
+    assert [delta.finish_reason for delta in engine.step()] == ["abort"]
+    assert run_one(engine, PROMPT, greedy(ignore_eos=True)).token_ids == plain().token_ids
+    engine.add_request("r", PROMPT, greedy())
+    engine.abort("r", unread=True)
+    engine.add_request("r", PROMPT, greedy(ignore_eos=True))
+    assert drain(engine)["r"].token_ids == plain().token_ids
+
+
+def test_choices_hold_one_copy_of_their_prompt():
+    engine = tiny_engine()
+    prompt = list(PROMPT)
+    engine.add_request("r", prompt, SamplingParams(n=3, max_tokens=2))
+    held = {id(request.prompt_token_ids) for request in engine.scheduler.waiting}
+    assert len(held) == 1
+    assert id(prompt) not in held
+    drain(engine)
+
+
 def test_a_conversation_by_the_models_template():
     engine = tiny_engine()
     ids = engine.render_chat([{"role": "user", "content": "hello"}])

@@ -124,6 +124,16 @@ def test_repetition_penalty_over_prompt_and_output():
     assert draw([-1, -1.5, -9, -9], params, prompt=[0]) == 1, "a negative logit is multiplied"
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-40, 100.0])
+def test_penalties_beyond_float32_still_draw_a_token(penalty):
+    """What was seen and is likely grows without bound; what was seen and is unlikely shrinks."""
+    logits = np.array([3.0, -2.0, 1.0, 0.5], np.float32)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(repetition_penalty=penalty, temperature=temperature)
+        drawn = draw(logits, params, prompt=(0, 1), output=(1,))
+        assert drawn == 0 if penalty < 1 else drawn in (0, 2, 3)
+
+
 def test_presence_and_frequency_penalties_over_the_output_only():
     assert draw([4, 3.5, 0, 0], SamplingParams(temperature=0, presence_penalty=1.0), prompt=[0, 0]) == 0
     assert draw([4, 3.5, 0, 0], SamplingParams(temperature=0, presence_penalty=1.0), output=[0, 0, 0]) == 1
@@ -153,6 +163,10 @@ def test_min_tokens_masks_eos_and_stop_ids_until_then():
         assert draw([9, 8, 7, 0], params, eos=frozenset({0}), output=output) == expected
     ignoring = SamplingParams(temperature=0, min_tokens=2, ignore_eos=True)
     assert draw([9, 8, 7, 0], ignoring, eos=frozenset({0})) == 0
+
+
+def test_end_ids_beyond_the_models_vocabulary_are_harmless():
+    assert draw([0.0, 5.0, 1.0], SamplingParams(temperature=0, min_tokens=1), eos=frozenset({1, 99})) == 2
 
 
 def test_nan_is_never_drawn():

@@ -199,7 +199,7 @@ class AsyncEngine:
             case _Leave(request_id, stream):
                 if self._streams.get(request_id) is stream:
                     del self._streams[request_id]
-                    self._engine.abort(request_id)
+                    self._engine.abort(request_id, unread=True)
             case _Abort(request_id):
                 self._engine.abort(request_id)
 

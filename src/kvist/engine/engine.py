@@ -4,13 +4,13 @@ It joins deciders (scheduler, KV manager) and computers (runner, sampler) and de
 no event loop and no files. Invariants:
 
 * `n` choices of a request are `n` scheduler requests, named "{request id}#{choice}"; each gets exactly one last delta;
-* a fault in a step ends the requests of that step with finish reason "error" and frees their blocks; the others go on;
+* a fault in a step ends the requests of that step with finish reason "error" and frees their blocks; the others go on. What is
+  done for one request alone (sampling, scores, text) ends that one only;
 * `snapshot()` is frozen and complete: nobody outside reads the deciders.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -22,14 +22,13 @@ from kvist.engine.admission import check_request
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits, Runner
-from kvist.engine.sampler import Sampled, SamplingState, sample, token_logprob
+from kvist.engine.sampler import Sampled, SamplingState, failure, sample, token_logprob
 from kvist.errors import InvalidRequestError
 from kvist.kernels.ops import F32
 from kvist.request import FinishReason, OutputDelta, Request, SamplingParams
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.scheduler import Scheduler
 
-logger = logging.getLogger("kvist")
 FULLY_CHECKED_BLOCKS = 4096
 """A full check walks the pool; of a larger one only the count of free blocks is checked, so that the next request need not wait."""
 
@@ -121,18 +120,18 @@ class Engine:
         cache_salt: str = "",
     ) -> None:
         """Queue a request. Raises InvalidRequestError or ContextLengthError, and then nothing has changed."""
-        if request_id in self._requests:
+        if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
             raise InvalidRequestError(f"A request named {request_id!r} is already running; choose another id.", param="request_id")
         max_tokens = check_request(self.config, prompt_token_ids, params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         arrival = self._clock() if arrival_time is None else arrival_time
         eos = self.tokenizer.eos_token_ids | set(self.config.model.eos_token_ids)
-        ids: set[str] = set()
-        self._requests[request_id] = ids
+        prompt = list(prompt_token_ids)
+        choices: dict[str, _Choice] = {}
         for index in range(params.n):
             request = Request(
                 request_id=f"{request_id}#{index}",
-                prompt_token_ids=list(prompt_token_ids),
+                prompt_token_ids=prompt,
                 sampling_params=params,
                 max_tokens=max_tokens,
                 eos_token_ids=eos,
@@ -142,9 +141,11 @@ class Engine:
                 cache_salt=cache_salt,
             )
             output = ChoiceOutput.of(request_id, request, self.tokenizer)
-            self._choices[request.request_id] = _Choice(request, output, SamplingState.of(request, self.config.model.vocab_size))
-            ids.add(request.request_id)
-            self.scheduler.add(request)
+            choices[request.request_id] = _Choice(request, output, SamplingState.of(request, self.config.model.vocab_size))
+        for choice in choices.values():
+            self.scheduler.add(choice.request)
+        self._choices |= choices
+        self._requests[request_id] = set(choices)
 
     def render_chat(self, messages: list[dict[str, Any]], /, **template_options: Any) -> list[int]:
         """Token ids of a conversation by the model's own template, which writes its own special tokens; any thread may call it."""
@@ -157,11 +158,13 @@ class Engine:
         """Whether any of a request's choices still runs."""
         return request_id in self._requests
 
-    def abort(self, request_id: str) -> None:
-        """End all choices of a request now; the next step returns their last deltas. Unknown ids are ignored."""
+    def abort(self, request_id: str, *, unread: bool = False) -> None:
+        """End all choices of a request now. The next step returns their last deltas, unless they would be `unread`; until then the
+        name is in use. Unknown ids are ignored."""
         for choice_id in sorted(self._requests.get(request_id, ())):
             self.scheduler.abort(choice_id)
-            self._pending.append(self._choices[choice_id].output.finish("abort"))
+            if not unread:
+                self._pending.append(self._last_delta(self._choices[choice_id], "abort"))
             self._forget(choice_id)
 
     def step(self) -> list[OutputDelta]:
@@ -173,16 +176,14 @@ class Engine:
         output = self.scheduler.schedule(started)
         counters.scheduler_seconds += self._clock() - started
         if output.empty:
-            return deltas + self._fail(list(self._choices), "the scheduler found nothing that can run")
+            return deltas + self._fail(list(self._choices), "The scheduler found nothing that can run.")
         try:
             hidden = self.runner.forward(output)
-            for scored in self.runner.prompt_logits(output, hidden):
-                self._score_prompt(scored)
-            drawn = self._draw(output, hidden)
+            unscored = self._score_prompts(output, hidden)
+            drawn = {**self._draw(output, hidden), **unscored}
         except Exception as error:
-            logger.exception("A step failed; its %d requests end with an error.", len(output.scheduled))
             counters.failed_steps += 1
-            deltas += self._fail([item.request_id for item in output.scheduled], f"{type(error).__name__}: {error}")
+            deltas += self._fail([item.request_id for item in output.scheduled], failure(error))
         else:
             deltas += self._advance(output, drawn)
         counters.steps += 1
@@ -228,6 +229,16 @@ class Engine:
             profile=self.config.profile,
         )
 
+    def _score_prompts(self, output: SchedulerOutput, hidden: F32) -> dict[str, Sampled]:
+        """Fills in the prompt scores that the step's rows give; the requests for which that is impossible, and why."""
+        failed: dict[str, Sampled] = {}
+        for scored in self.runner.prompt_logits(output, hidden):
+            try:
+                self._score_prompt(scored)
+            except Exception as error:
+                failed[scored.request_id] = Sampled.failed(error)
+        return failed
+
     def _score_prompt(self, scored: PromptLogits) -> None:
         """The row at position p scores the prompt token at p + 1; the first token has no score."""
         choice = self._choices[scored.request_id]
@@ -248,29 +259,43 @@ class Engine:
         return {state.request.request_id: token for state, token in zip(states, drawn, strict=True)}
 
     def _advance(self, output: SchedulerOutput, drawn: Mapping[str, Sampled]) -> list[OutputDelta]:
+        started = self._clock()
         self.scheduler.update(output, {choice_id: token.token_id for choice_id, token in drawn.items() if token.error is None})
         now, deltas = self._clock(), []
+        self._counters.scheduler_seconds += now - started
         for item in output.scheduled:
             choice = self._choices[item.request_id]
             token = drawn.get(item.request_id)
             if token is None:
                 if choice.request.max_tokens or choice.request.num_computed_tokens < choice.request.num_tokens:
                     continue
-                delta = choice.output.finish("length")
+                delta = self._last_delta(choice, "length")
             elif token.error is not None:
                 delta = choice.output.finish("error", token.error)
             else:
                 self._counters.generated_tokens += 1
-                delta = choice.output.push(token.token_id, token.logprob, now)
+                delta = self._push(choice, token, now)
             deltas.append(delta)
             if delta.finish_reason is not None:
                 self._finish(item.request_id, delta.finish_reason, delta.stop_reason)
         return deltas
 
+    def _push(self, choice: _Choice, token: Sampled, now: float) -> OutputDelta:
+        try:
+            return choice.output.push(token.token_id, token.logprob, now)
+        except Exception as error:
+            return choice.output.finish("error", failure(error))
+
+    def _last_delta(self, choice: _Choice, reason: FinishReason) -> OutputDelta:
+        try:
+            return choice.output.finish(reason)
+        except Exception as error:
+            return choice.output.finish("error", failure(error))
+
     def _fail(self, choice_ids: list[str], why: str) -> list[OutputDelta]:
         deltas = []
         for choice_id in choice_ids:
-            deltas.append(self._choices[choice_id].output.finish("error", f"The engine failed this request: {why}."))
+            deltas.append(self._choices[choice_id].output.finish("error", why))
             self._finish(choice_id, "error", None)
         return deltas
 

@@ -13,6 +13,7 @@ Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from kvist.request import Request, SamplingParams, TokenLogprob
 
 F64 = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+logger = logging.getLogger("kvist")
 _MASK64 = 2**64 - 1
 SPAN = 256
 
@@ -62,6 +64,8 @@ class SamplingState:
     def of(cls, request: Request, vocab_size: int) -> SamplingState:
         params = request.sampling_params
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_token_ids))
+        # A tokenizer may know end ids beyond the model's vocabulary.
+        stops = {token_id for token_id in stops if token_id < vocab_size}
         counts = TokenCounts.of_prompt(request.prompt_token_ids, vocab_size) if _has_penalties(params) else None
         return cls(request, tuple(sorted(stops)) if params.min_tokens else (), counts)
 
@@ -92,6 +96,18 @@ class Sampled:
     logprob: TokenLogprob | None = None
     error: str | None = None
 
+    @classmethod
+    def failed(cls, error: Exception) -> Sampled:
+        return cls(0, error=failure(error))
+
+
+def failure(error: Exception) -> str:
+    """What the client of a failed request is told. What is not expected is logged with its trace."""
+    if isinstance(error, EngineError):
+        return str(error)
+    logger.error("A request failed in the engine.", exc_info=error)
+    return f"The engine failed this request: {type(error).__name__}: {error}."
+
 
 def sample(logits: F32, states: Sequence[SamplingState]) -> list[Sampled]:
     """One token for each row of `logits` [rows, vocabulary]; row i belongs to states[i]."""
@@ -108,8 +124,8 @@ def sample(logits: F32, states: Sequence[SamplingState]) -> list[Sampled]:
             token_id = greedy_ids[row] if plain[row] else sample_row(logits[row], state)
             wanted = state.request.sampling_params.logprobs
             drawn.append(Sampled(token_id, None if wanted is None else token_logprob(logits[row], token_id, wanted)))
-        except EngineError as error:
-            drawn.append(Sampled(0, error=str(error)))
+        except Exception as error:
+            drawn.append(Sampled.failed(error))
     return drawn
 
 
@@ -125,6 +141,8 @@ def sample_row(row: F32, state: SamplingState) -> int:
     if state.counts is not None:
         state.counts.advance(state.request.output_token_ids)
         _penalize(logits, state.counts, params)
+        # A tiny or large factor leads beyond float32.
+        logits = _finite(logits)
     if params.greedy:
         return int(logits.argmax())
     logits -= logits.max()
@@ -172,6 +190,7 @@ def _finite(row: F32) -> F32:
     return logits
 
 
+@np.errstate(over="ignore", divide="ignore")
 def _penalize(logits: F32, counts: TokenCounts, params: SamplingParams) -> None:
     """Repetition over prompt and output (Keskar et al., CTRL, section 4.1); frequency and presence over the output."""
     if params.repetition_penalty != 1:
