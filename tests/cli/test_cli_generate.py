@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 
 import pytest
 
 from kvist.cli import generate as generate_module
 from kvist.cli import main as cli
-from kvist.errors import InvalidRequestError
-from kvist.request import SamplingParams
+from kvist.errors import InvalidRequestError, ModelNotFoundError
+from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
 
 
 def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, list, str]:
     with pytest.raises(SystemExit) as left:
         cli.main(["generate", *arguments])
     out, err = capsys.readouterr()
-    return int(left.value.code or 0), [json.loads(line) for line in out.splitlines()], err
+    return int(left.value.code or 0), [json.loads(line) for line in out.split("\n") if line], err
 
 
 def texts(lines: list) -> list:
@@ -74,8 +75,14 @@ def test_json_lines_with_prompt_messages_ids_and_params(fake_engine, tmp_path, c
         ('{"prompt": "a", "params": {"tempo": 1}}', "tempo", "tempo is no sampling parameter"),
         ('{"prompt": "a", "params": 5}', "params", "must be an object"),
         ('{"prompt": "a", "params": {"top_p": 7}}', "top_p", "top_p must be a number"),
-        ('{"prompt": "a", "params": {"logit_bias": {"x": 1}}}', "params", "wrong type"),
-        ('{"prompt": "a", "params": {"stop": 5}}', "params", "wrong type"),
+        ('{"prompt": "a", "params": {"logit_bias": {"x": 1}}}', "logit_bias", "token ids as its keys"),
+        ('{"prompt": "a", "params": {"logit_bias": 5}}', "logit_bias", "must be an object"),
+        ('{"prompt": "a", "params": {"stop": 5}}', "stop", "a string or a list of strings"),
+        ('{"prompt": "a", "params": {"stop": [5]}}', "stop", "non-empty strings"),
+        ('{"prompt": "a", "params": {"stop_token_ids": 5}}', "stop_token_ids", "a list of token ids"),
+        ('{"prompt": "a", "params": {"ignore_eos": "no"}}', "ignore_eos", "true or false"),
+        ('{"prompt": ' + "[" * 100_000, None, "too deep"),
+        ('{"prompt_token_ids": [' + "9" * 5000 + "]}", None, "too many digits"),
     ],
 )
 def test_a_bad_line_fails_alone_and_says_why(line, param, words, fake_engine, tmp_path, capsys) -> None:
@@ -116,6 +123,39 @@ def test_output_file(fake_engine, tmp_path, capsys) -> None:
     assert texts([json.loads((tmp_path / "out.jsonl").read_text())]) == [["cba"]]
 
 
+def test_an_output_file_keeps_its_content_until_there_is_something_new(fake_engine, tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("old\n")
+
+    def refuse(options, report=None):
+        raise ModelNotFoundError("There is no such model.")
+
+    monkeypatch.setattr(sys.modules["kvist.engine.engine"].Engine, "from_options", refuse)
+    assert run(["abc", "-o", str(path)], capsys)[0] == 1
+    assert path.read_text() == "old\n"
+
+
+def test_only_a_newline_ends_a_json_line(fake_engine, tmp_path, capsys) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes("\ufeff".encode() + '{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "xyz"}\r\n'.encode())
+    status, lines, _ = run(["-f", str(path)], capsys)
+    assert status == 0
+    assert texts(lines) == [["c\x85b"], ["zyx"]]
+
+
+def test_prompt_logprobs_are_in_the_output(fake_engine) -> None:
+    result = generate_module.Result(0, choices=[generate_module.Choice()])
+    scores = (None, TokenLogprob(5, -0.5, 1))
+    usage = RequestUsage(2, 0, 0)
+    result.take(OutputDelta("0", 0, "", (), prompt_logprobs=scores, finish_reason="length", usage=usage))
+    assert result.as_dict()["prompt_logprobs"] == [None, {"token_id": 5, "logprob": -0.5, "rank": 1, "top": ()}]
+
+
+def test_null_means_not_given() -> None:
+    given = {"stop": None, "logit_bias": None, "skip_special_tokens": None, "max_tokens": None}
+    assert generate_module.line_params(SamplingParams(), given) == SamplingParams(max_tokens=None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -123,7 +163,8 @@ def test_output_file(fake_engine, tmp_path, capsys) -> None:
         (["a", "--json", "-o", "x"], "--json prints one document and --output writes lines"),
         (["-f", "/nowhere/x"], "Cannot read /nowhere/x"),
         (["a", "--top-p", "2"], "top_p must be a number"),
-        ([], "only empty lines"),
+        ([], "no line of text"),
+        (["a", "-o", "/nowhere/x"], "Cannot write /nowhere/x"),
     ],
 )
 def test_bad_usage_is_status_2(arguments, words, fake_engine, monkeypatch, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -134,7 +135,26 @@ def test_only_the_command_asked_for_is_imported() -> None:
         "print(sorted(name for name in sys.modules if name.startswith('kvist.cli.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "['kvist.cli.bench', 'kvist.cli.main', 'kvist.cli.options', 'kvist.cli.terminal']\n"
+    assert done.stdout == "['kvist.cli.bench', 'kvist.cli.fetching', 'kvist.cli.main', 'kvist.cli.options', 'kvist.cli.terminal']\n"
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_quiet() -> None:
+    code = "import sys\nsys.modules['typer'] = None\nimport kvist.cli\n"
+    code += "class Stop:\n    def find_spec(self, name, *rest):\n        if name == 'kvist.cli.main': raise KeyboardInterrupt\n"
+    code += "sys.meta_path.insert(0, Stop())\nkvist.cli.run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"? ?\n"), ("utf-8", "\u6f22 ?\n".encode())])
+def test_a_character_that_cannot_be_shown_is_a_question_mark(encoding: str, shown: bytes) -> None:
+    code = (
+        "from kvist.cli import main as cli\nimport typer\napp = typer.Typer()\n"
+        "@app.command()\ndef show() -> None: print('\\u6f22', '\\ud800')\ncli.build_app = lambda wanted: app\ncli.main([])"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert (done.stdout, done.stderr) == (shown, b"")
 
 
 @pytest.mark.parametrize("name", [command.name for command in cli.COMMANDS])

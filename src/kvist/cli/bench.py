@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kvist.bench.workloads import WORKS, Work
+from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, takes
 from kvist.cli.terminal import dim, print_json, progress, say
 from kvist.config import EngineOptions, format_bytes
@@ -69,6 +70,7 @@ def run_works(options: EngineOptions, works: Sequence[Work], rounds: int, comman
     from kvist import LLM
     from kvist.bench import latency, machine, measure, throughput
 
+    fetch(options.model)
     llm = LLM(**asdict(options), report=lambda message: say(dim(message)))
     config = llm.engine.config
     generate = measure.generator(llm)

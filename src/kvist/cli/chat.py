@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvist.cli.fetching import fetch
 from kvist.cli.options import engine_options, read_text, sampling_params, takes
 from kvist.cli.terminal import dim, say
 from kvist.config import EngineOptions
@@ -207,8 +208,8 @@ def chat(
     """Talk to a model in the terminal.
 
     Answers are streamed; after each one stands how many prompt tokens came from the cache and how fast the rest was. In a
-    conversation /reset forgets it and /exit leaves. Piped lines are turns of one conversation:
-    printf 'Hi\\nAnd you?\\n' | kvist chat
+    conversation /reset forgets it and /exit leaves. Piped lines are turns of one conversation, as in
+    `printf 'Hi\\nAnd you?\\n' | kvist chat`.
     """
     if system is not None and system_file is not None:
         raise UsageError("--system and --system-file both give the system message; use one of them.")
@@ -220,6 +221,7 @@ def chat(
         system = read_text(system_file)
     from kvist.engine.engine import Engine
 
+    fetch(engine.model)
     loaded = Engine.from_options(engine, report=lambda message: say(dim(message)))
     conversation = Conversation(loaded, sampling, system)
     if prompt is not None:

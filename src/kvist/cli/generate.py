@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvist.cli.fetching import fetch
 from kvist.cli.options import engine_options, read_text, sampling_params, takes
 from kvist.cli.terminal import dim, print_json, progress, say
 from kvist.config import EngineOptions
@@ -27,6 +29,15 @@ if TYPE_CHECKING:
 
 LINE_FIELDS = {"id", "prompt", "messages", "prompt_token_ids", "params"}
 PARAM_FIELDS = {f.name for f in fields(SamplingParams)}
+PARAM_KINDS: dict[str, tuple[Any, str]] = {
+    "stop": ((str, list), "a string or a list of strings"),
+    "stop_token_ids": (list, "a list of token ids"),
+    "logit_bias": (dict, "an object from token ids to numbers"),
+    "ignore_eos": (bool, "true or false"),
+    "skip_special_tokens": (bool, "true or false"),
+    "include_stop_str_in_output": (bool, "true or false"),
+}
+"""JSON types of the parameters that are no numbers; SamplingParams itself checks the numbers."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +62,17 @@ def parse_json_line(text: str) -> Line:
             raise InvalidRequestError("A line takes exactly one of prompt, messages and prompt_token_ids.", param="prompt")
         return Line(value)
     except json.JSONDecodeError as error:
-        return Line(error=InvalidRequestError(f"The line is not JSON: {error.msg} at column {error.colno}."))
+        return Line(error=InvalidRequestError(f"The line is not JSON: {error.msg} (column {error.colno})."))
     except InvalidRequestError as error:
         return Line(value if isinstance(value, dict) else {}, error)
+    except (ValueError, RecursionError):
+        return Line(error=InvalidRequestError("The line is not JSON that can be read: too deep, or a number with too many digits."))
 
 
 def parse_lines(text: str, input_format: str) -> list[Line]:
     """The prompts of a file, one a line; empty lines are skipped. With "auto", a first line that is a JSON object means JSONL."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    # Only a newline ends a line: JSON text may hold U+2028 and the like as they are.
+    lines = [line for line in (line.rstrip("\r") for line in text.split("\n")) if line.strip()]
     if input_format == "auto" and lines:
         input_format = "jsonl" if parse_json_line(lines[0]).fields else "text"
     return [parse_json_line(line) if input_format == "jsonl" else Line({"prompt": line}) for line in lines]
@@ -68,16 +82,19 @@ def line_params(defaults: SamplingParams, given: Any) -> SamplingParams:
     """The command's sampling parameters with a line's own on top. Raises InvalidRequestError."""
     if not isinstance(given, dict):
         raise InvalidRequestError("params must be an object of sampling parameters.", param="params")
-    if unknown := sorted(set(given) - PARAM_FIELDS):
-        raise InvalidRequestError(f"{unknown[0]} is no sampling parameter.", param=unknown[0])
-    try:
-        if "logit_bias" in given:
-            given = {**given, "logit_bias": {int(token): bias for token, bias in given["logit_bias"].items()}}
-        return replace(defaults, **given)
-    except (TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, InvalidRequestError):
-            raise
-        raise InvalidRequestError(f"params has a value of the wrong type: {error}.", param="params") from error
+    # Null means "not given" where it is no value of its own.
+    given = {name: value for name, value in given.items() if value is not None or name not in PARAM_KINDS}
+    for name, value in given.items():
+        if name not in PARAM_FIELDS:
+            raise InvalidRequestError(f"{name} is no sampling parameter.", param=name)
+        kinds, words = PARAM_KINDS.get(name, (object, ""))
+        if not isinstance(value, kinds):
+            raise InvalidRequestError(f"{name} must be {words}.", param=name)
+    if "logit_bias" in given:
+        if not all(token.isascii() and token.isdigit() for token in given["logit_bias"]):
+            raise InvalidRequestError("logit_bias must have token ids as its keys.", param="logit_bias")
+        given = {**given, "logit_bias": {int(token): bias for token, bias in given["logit_bias"].items()}}
+    return replace(defaults, **given)
 
 
 @dataclass
@@ -99,6 +116,7 @@ class Result:
     id: Any = None
     choices: list[Choice] = field(default_factory=list)
     usages: list[RequestUsage] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     error: dict[str, Any] | None = None
 
     @property
@@ -112,6 +130,8 @@ class Result:
         if delta.error is not None:
             self.fail(delta.error)
             return
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         choice = self.choices[delta.index]
         choice.text += delta.text
         choice.token_ids += delta.token_ids
@@ -124,6 +144,8 @@ class Result:
         head = {"index": self.index} | ({} if self.id is None else {"id": self.id})
         if self.error is not None:
             return head | {"error": self.error}
+        if self.prompt_logprobs is not None:
+            head["prompt_logprobs"] = [None if item is None else asdict(item) for item in self.prompt_logprobs]
         outputs = []
         for index, choice in enumerate(self.choices):
             output = {"index": index, **asdict(choice)}
@@ -196,7 +218,7 @@ def gather(prompts: Iterable[str], files: Iterable[Path], input_format: str) -> 
             raise UsageError("No prompts: give them as arguments, with --file, or on standard input.")
         lines = parse_lines(sys.stdin.read(), input_format)
     if not lines:
-        raise UsageError("No prompts: the input holds only empty lines.")
+        raise UsageError("No prompts: the input holds no line of text; write one prompt a line.")
     return lines
 
 
@@ -210,6 +232,20 @@ def write(results: Iterator[Result], out: IO[str], *, as_document: bool) -> list
     if as_document:
         print_json([result.as_dict() for result in finished])
     return finished
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[IO[str]]:
+    """Where lines go. A file is opened before a model is loaded and keeps its old content until there is a new one."""
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        out = path.open("a", encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"Cannot write {path}: {error.strerror or error}; choose another --output.") from error
+    with out:
+        yield out
 
 
 @takes(engine=engine_options(), sampling=sampling_params(max_tokens=256, temperature=0.0))
@@ -236,13 +272,12 @@ def generate(
     lines = gather(prompts or (), file or (), input_format)
     from kvist.engine.engine import Engine
 
-    loaded = Engine.from_options(engine, report=lambda message: say(dim(message)))
-    out = open(output, "w", encoding="utf-8") if output else sys.stdout  # noqa: SIM115
-    try:
+    with _opened(output) as out:
+        fetch(engine.model)
+        loaded = Engine.from_options(engine, report=lambda message: say(dim(message)))
+        if output is not None and output.is_file():
+            out.truncate(0)
         finished = write(run(loaded, lines, sampling), out, as_document=as_json)
-    finally:
-        if output:
-            out.close()
     failed = sum(result.error is not None for result in finished)
     if failed:
         say(f"kvist: {failed} of {len(finished)} prompts failed; their output lines say why.")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -119,9 +120,17 @@ def build_app(wanted: str | None) -> typer.Typer:
     return app
 
 
+def _forgive_characters() -> None:
+    """Bytes that are no text are refused where they are used; a character that the terminal lacks shows as a question mark."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `kvist ARGUMENTS` (default: the process's own) and leave through SystemExit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _forgive_characters()
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         with warnings.catch_warnings():

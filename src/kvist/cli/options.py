@@ -198,9 +198,9 @@ def sampling_params(**defaults: Any) -> Bundle:
 
 
 def read_text(path: Path) -> str:
-    """A file the user named, as text; a sentence when it cannot be read."""
+    """A file the user named, as text, without a byte order mark; a sentence when it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from error
     except OSError as error:

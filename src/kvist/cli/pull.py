@@ -7,46 +7,16 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvist.cli.fetching import pull_bar
 from kvist.config import DEFAULT_MODEL, format_bytes
 from kvist.errors import DownloadError
 from kvist.weights.hub import Accept, list_models, resolve_model
 from kvist.weights.presets import Terms
-from kvist.weights.wheels import Progress
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A progress bar on standard error, one line a stage; silent where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("", total=None)
-    current = ""
-
-    def show(stage: str, done: int, total: int) -> None:
-        nonlocal current
-        # Started with the first stage, not before: a question about terms would be drawn over.
-        bar.start()
-        if stage != current:
-            bar.reset(task, description=stage, total=total or None)
-            current = stage
-        bar.update(task, completed=done, total=total or None)
-
-    try:
-        yield show
-    finally:
-        bar.stop()
 
 
 def _at_terminal() -> bool:
@@ -79,7 +49,7 @@ def pull(
 ) -> None:
     """Fetch a model and keep it in the cache folder; print where it is."""
     accept = _ask(accept_terms, name)
-    with _progress_bar() as progress:
+    with pull_bar() as progress:
         path = resolve_model(name, progress=progress, accept=accept, refresh=True)
     if json:
         print(json_module.dumps({"name": name, "path": str(path), "size": _size(path)}))

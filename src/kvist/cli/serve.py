@@ -6,12 +6,13 @@ runs, and serves until a signal. It knows the server's and the engine's construc
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
+from kvist.cli.fetching import fetch
 from kvist.cli.options import engine_options, takes
+from kvist.cli.terminal import say
 from kvist.config import EngineConfig, EngineOptions, require_one_of
 from kvist.errors import ConfigError
 
@@ -59,11 +60,9 @@ def serve(
     from kvist.server.run import address_of, bind, serve_app
     from kvist.server.state import ServerOptions
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     listener = bind(host, port)
     try:
+        fetch(options.model)
         engine = Engine.from_options(options, report=say)
         app = create_app(AsyncEngine(engine), ServerOptions(api_keys=keys, served_model_names=names))
         say(_summary(engine.config, names, address_of(listener), bool(keys)))

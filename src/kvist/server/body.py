@@ -100,7 +100,7 @@ def parse(body: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not UTF-8 text (byte {error.start}).") from None
     except json.JSONDecodeError as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
+        raise InvalidRequestError(f"The body is not valid JSON: {error.msg} (character {error.pos}).") from None
     except (ValueError, RecursionError):
         raise InvalidRequestError("The body is not JSON that can be read: a number has too many digits.") from None
     if "\\ud" in text or "\\uD" in text:
