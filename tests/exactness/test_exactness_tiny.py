@@ -125,6 +125,25 @@ def test_a_prefix_hit_at_every_cut_around_a_block_edge(isa, model):
 
 
 @everywhere
+def test_a_new_prefix_of_requests_that_come_together_is_computed_once(isa, model):
+    """One computes it, the others wait a step and hit; and so do the choices of one request."""
+    prompts = {f"r{i}": (*prompt(48, 3), *prompt(5 + i, i)) for i in range(4)}
+    engine = tiny_engine(isa, num_kv_blocks=400, max_num_batched_tokens=512, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs = run_all(engine, prompts)
+    assert_as_alone(isa, model, trace, prompts, outputs)
+    assert [one.usage.num_cached_tokens for one in outputs.values()] == [0, 48, 48, 48]
+    assert trace.forwarded == 48 + sum(5 + i for i in range(4)) + 4 * (NUM_TOKENS - 1)
+    trace.rows.clear()
+    choices = SamplingParams(n=3, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = run(engine, {"n": list(prompt(40, 8))}, choices)
+    rows, text, token_ids = alone(isa, model, prompt(40, 8))
+    for choice, one in enumerate(outputs.values()):
+        assert (trace.of("n", choice), one.text, one.token_ids) == (rows, text, token_ids)
+    assert sorted(one.usage.num_cached_tokens for one in outputs.values()) == [0, 32, 32]
+
+
+@everywhere
 def test_a_hit_into_a_generated_answer(isa, model):
     """A second turn finds the blocks of the first answer too."""
     engine = tiny_engine(isa, num_kv_blocks=100, **MODELS[model])

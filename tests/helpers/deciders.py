@@ -136,6 +136,9 @@ class Sim:
                 self.scheduler.finish(item.request_id, "length")
         return output
 
+    def end(self, request_id: str) -> None:
+        assert self.scheduler.abort(request_id)
+
     def run(self, limit: int = 100_000, *, check: bool = True) -> None:
         """Until nothing is left; every step schedules something."""
         for _ in range(limit):

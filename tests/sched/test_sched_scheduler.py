@@ -64,15 +64,99 @@ def test_no_more_requests_run_than_the_budget_has_rows() -> None:
     sim.run()
 
 
-def test_a_shared_prefix_is_hit_by_a_request_that_starts_after_it_was_computed() -> None:
+def test_a_shared_prefix_is_computed_once_by_requests_that_come_together() -> None:
     sim = Sim(num_blocks=64, max_num_batched_tokens=64)
-    first, second = sim.add("a", range(100), 4), sim.add("b", range(100), 4)
-    assert [sim.rows(sim.step()) for _ in range(2)] == [{"a": (0, 64)}, {"a": (64, 36), "b": (64, 28)}]
+    requests = [sim.add(name, [*range(100), number], 4) for number, name in enumerate("abcd")]
+    assert [sim.rows(sim.step()) for _ in range(3)] == [
+        {"a": (0, 64)},
+        {"a": (64, 37)},
+        {"a": (101, 1), "b": (96, 5), "c": (96, 5), "d": (96, 5)},
+    ]
     sim.run()
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 64)
+    assert [request.num_cached_tokens for request in requests] == [0, 96, 96, 96]
     stats = sim.scheduler.stats()
-    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (200, 64)
-    assert first.output_token_ids == second.output_token_ids
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_stalls) == (404, 288, 0)
+    assert stats.num_batched_tokens == 101 + 3 * 5 + 4 * 3
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8, 8), (40,)])
+def test_a_request_waits_only_for_the_blocks_that_it_shares(windows: tuple[int | None, ...]) -> None:
+    """ "b" shares three blocks of a long prompt: it starts once they are there, not when the prompt is done."""
+    sim = Sim(*windows, num_blocks=200, max_num_batched_tokens=64)
+    sim.add("tick", [7], 30)
+    sim.step()
+    sim.add("a", range(200), 1)
+    sim.add("b", [*range(50), *range(300, 310)], 1)
+    sim.add("c", range(400, 410), 1)
+    rows = [list(sim.rows(sim.step()).items())[1:] for _ in range(4)]
+    assert rows[:3] == [[("a", (0, 63))], [("a", (63, 63))], [("a", (126, 63))]]
+    # The windowed groups let go of the blocks before their windows, but nobody has reused them yet.
+    assert rows[3] == [("a", (189, 11)), ("b", (48, 12)), ("c", (0, 10))]
+
+
+def test_who_waits_for_another_keeps_its_place() -> None:
+    sim = Sim(num_blocks=64, max_num_batched_tokens=64)
+    for name, prompt in {"a": range(40), "b": range(40), "c": range(100, 110)}.items():
+        sim.add(name, prompt, 2)
+    assert [list(sim.rows(sim.step()).items()) for _ in range(2)] == [
+        [("a", (0, 40))],
+        [("a", (40, 1)), ("b", (32, 8)), ("c", (0, 10))],
+    ]
+
+
+def test_who_waits_for_one_that_ends_computes_by_itself() -> None:
+    sim = Sim(num_blocks=64)
+    sim.add("a", range(40), 2)
+    kept = sim.add("b", range(40), 2)
+    assert list(sim.rows(sim.step(between=lambda: sim.end("a")))) == ["a"]
+    assert sim.rows(sim.step()) == {"b": (0, 40)}
+    assert kept.num_cached_tokens == 0
+
+
+def test_who_waits_for_one_that_gives_way_goes_on_behind_it() -> None:
+    sim = Sim(num_blocks=6, max_num_batched_tokens=33)
+    old = sim.add("old", range(100, 131), 30)
+    sim.step()
+    leader, follower = sim.add("leader", range(64), 2), sim.add("follower", range(64), 2)
+    rows = [list(sim.rows(sim.step()).items()) for _ in range(3)]
+    # "old" took the last block but one: the leader has three, stands still, and gives way when "old" needs its fourth.
+    assert rows == [[("old", (31, 1)), ("leader", (0, 32))], [("old", (32, 1)), ("leader", (32, 16))], [("old", (33, 1))]]
+    sim.run()
+    assert leader.num_preemptions == 1
+    assert (leader.num_cached_tokens, follower.num_cached_tokens) == (0, 48)
+    assert [len(request.output_token_ids) for request in (old, leader, follower)] == [30, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("engine", "second"),
+    [({"enable_prefix_caching": False}, {}), ({"use_cache": False}, {}), ({}, {"salt": "x"}), ({}, {"prompt_logprobs": 0})],
+)
+def test_nobody_waits_for_blocks_that_it_could_not_use(engine: dict[str, bool], second: dict[str, object]) -> None:
+    sim = Sim(num_blocks=64, **engine)  # type: ignore[arg-type]
+    sim.add("a", range(40), 2)
+    sim.add("b", range(40), 2, **second)
+    assert sim.rows(sim.step()) == {"a": (0, 40), "b": (0, 40)}
+
+
+def test_the_last_block_of_a_prompt_is_not_waited_for() -> None:
+    """A hit leaves at least one token to compute, so a block that ends the prompt can never be part of one."""
+    sim = Sim(num_blocks=64)
+    sim.add("a", range(16), 2)
+    sim.add("b", range(16), 2)
+    assert sim.rows(sim.step()) == {"a": (0, 16), "b": (0, 16)}
+    sim.add("c", [*range(50, 66), 1], 2)
+    sim.add("d", [*range(50, 66), 1], 2)
+    assert list(sim.rows(sim.step())) == ["a", "b", "c"]
+
+
+def test_the_block_that_ends_the_leaders_prompt_is_waited_for_too() -> None:
+    """No hit of its own could reach it, so the leader itself never asked for its name."""
+    sim = Sim(num_blocks=64, max_num_batched_tokens=20)
+    sim.generate("warm", range(16), 1)
+    sim.add("a", range(32), 2)
+    sim.add("b", range(40), 2)
+    assert sim.rows(sim.step()) == {"a": (16, 16)}
+    assert sim.rows(sim.step()) == {"a": (32, 1), "b": (32, 8)}
 
 
 def test_admission_waits_for_the_blocks_of_the_whole_prompt() -> None:
@@ -250,7 +334,7 @@ def test_without_a_cache_every_token_computes_all_before_it_again() -> None:
 
 def test_ends_between_schedule_and_update_are_passed_over() -> None:
     sim = Sim(num_blocks=8)
-    gone, kept = sim.add("gone", range(20), 5), sim.add("kept", range(30), 5)
+    gone, kept = sim.add("gone", range(20), 5), sim.add("kept", range(100, 130), 5)
     sim.step(between=lambda: sim.scheduler.finish("gone", "error", "broken"))
     assert (gone.status, gone.finish_reason, gone.stop_reason) == (RequestStatus.FINISHED, "error", "broken")
     assert gone.output_token_ids == []

@@ -2,8 +2,8 @@
 
 A request's way: `add`, then (`match`, `attach`, `allocate`) at admission, `allocate` before each later step, `commit` and `trim`
 after it; `release` when it is preempted, `free` when it ends. The manager decides on integers only: it knows no arrays of keys and
-values, no step, no budget, no clock. Queries (`match`, `fit`, `blocks_to_admit`, `usage`) change nothing but the
-memo of hashes. Invariants, besides those of pool and index:
+values, no step, no budget, no clock. Queries (`match`, `is_being_computed`, `fit`, `blocks_to_admit`, `usage`) change nothing but
+the memo of hashes. Invariants, besides those of pool and index:
 
 * all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
 * a block's reference count is the number of tables that name it;
@@ -14,7 +14,7 @@ memo of hashes. Invariants, besides those of pool and index:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvist.errors import ConfigError
@@ -99,6 +99,19 @@ class KVManager:
         limit = (request.num_tokens - 1) // self._block_size
         self._hash_up_to(request, record, limit)
         return self._index.match(record.hashes, limit)
+
+    def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
+        """Whether one of the `running` requests has yet to commit the block by which the hit `match` would be longer."""
+        record, block = self._records[request.request_id], match.num_tokens // self._block_size
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs or block >= (request.num_tokens - 1) // self._block_size:
+            return False
+        for other in running:
+            theirs = self._records[other.request_id]
+            if theirs.root == record.root and theirs.num_committed <= block < other.num_tokens // self._block_size:
+                self._hash_up_to(other, theirs, block + 1)
+                if theirs.hashes[block] == record.hashes[block]:
+                    return True
+        return False
 
     def no_match(self) -> PrefixMatch:
         return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * self._num_groups)

@@ -10,7 +10,9 @@ Order of a step, under one budget of rows:
 2. running requests that lack more, oldest first: a chunk of what the budget and the free blocks allow;
 3. waiting requests, if nobody had to give way: strictly in order, each only if all its present tokens can get blocks and leave a
    free reserve (the watermark; it is not asked of a request that would run alone). The running ones have no claim on free blocks
-   then: budget is left over only when each has got all the rows that it lacks, or when no block is free.
+   then: budget is left over only when each has got all the rows that it lacks, or when no block is free. For the same reason a
+   request whose prefix a running one is just computing waits for it, in its place: the next step finds the blocks in the index. If
+   the other one ends or gives way before that, it computes them by itself.
 
 When blocks run out, a request takes those of the newest running request that is newer than itself; if there is none it keeps its
 own blocks and stands still. A preempted request waits at its old place, before all that came after it.
@@ -288,6 +290,8 @@ class Scheduler:
         while self._waiting and len(self._running) < self._max_running and step.budget > 0:
             job = self._waiting[0]
             match = manager.match(job.request) if self._use_cache else manager.no_match()
+            if self._use_cache and manager.is_being_computed(job.request, match, (one.request for one in self._running)):
+                return
             reserve = manager.watermark_blocks if self._running else 0
             if manager.blocks_to_admit(job.request, match) + reserve > manager.num_free_blocks:
                 return
