@@ -31,6 +31,7 @@ BLOCK_MULTIPLE = 16
 """Keys that the kernels keep side by side: block sizes are multiples of it."""
 HEAD_MULTIPLE = 16
 """The native kernels read heads in pieces of this many elements."""
+MAX_THREADS = 1024
 DEFAULT_POOL_SHARE = 0.4
 """Of the free memory: a pool is zero pages until used, but a machine that swaps is worse than a request that waits."""
 
@@ -170,6 +171,8 @@ def check_options(options: EngineOptions) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+    if options.num_threads is not None and options.num_threads > MAX_THREADS:
+        raise ConfigError(f"num_threads is at most {MAX_THREADS}, not {options.num_threads}; the number of CPUs serves best.")
     if options.block_size % BLOCK_MULTIPLE:
         raise ConfigError(
             f"block_size must be a multiple of {BLOCK_MULTIPLE}, which the kernels read at once, not {options.block_size}."
@@ -235,12 +238,14 @@ def resolve(
 
 
 def _pool_blocks(options: EngineOptions, spec: KVSpec, max_model_len: int, free_memory: int | None) -> int:
-    if options.num_kv_blocks is not None:
-        return options.num_kv_blocks
     free = available_memory() if free_memory is None else free_memory
+    if options.num_kv_blocks is not None:
+        _require_memory(options.num_kv_blocks * spec.block_bytes, free)
+        return options.num_kv_blocks
     wanted = options.max_num_seqs * spec.request_blocks(max_model_len)
     if options.kv_cache_memory is not None:
         size = parse_memory(options.kv_cache_memory, free=free)
+        _require_memory(size, free)
         blocks = size // spec.block_bytes
     else:
         size = int(free * DEFAULT_POOL_SHARE)
@@ -251,6 +256,15 @@ def _pool_blocks(options: EngineOptions, spec: KVSpec, max_model_len: int, free_
             f"{len(spec.groups)} KV groups; raise kv_cache_memory."
         )
     return blocks
+
+
+def _require_memory(size: int, free: int) -> None:
+    """Pages are only taken when they are written, so a pool that is too large would fail in the middle of serving."""
+    if size > free:
+        raise ConfigError(
+            f"a KV pool of {format_bytes(size)} is more than the {format_bytes(free)} of memory that are free; lower num_kv_blocks "
+            "or kv_cache_memory."
+        )
 
 
 def describe_pool(config: EngineConfig) -> str:

@@ -9,11 +9,10 @@ This module knows nothing of blocks, text or arrays. Invariants:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from kvist.errors import InvalidRequestError
 
@@ -25,8 +24,8 @@ MAX_STOP_STRINGS = 64
 
 
 def _inside(value: float, low: float, high: float, name: str, *, open_low: bool = False) -> None:
-    """Refuse anything but a finite number in [low, high] (or (low, high])."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Refuse anything but a number in [low, high] (or (low, high]); NaN is inside nothing."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (ok and (value > low if open_low else value >= low) and value <= high):
         bracket = "(" if open_low else "["
         raise InvalidRequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}], not {value!r}.", param=name)
@@ -35,6 +34,12 @@ def _inside(value: float, low: float, high: float, name: str, *, open_low: bool 
 def _whole(value: int, low: int, high: int, name: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be a whole number in [{low}, {high}], not {value!r}.", param=name)
+
+
+def _tuple(value: Iterable[Any] | None, name: str) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable | None):
+        raise InvalidRequestError(f"{name} takes a list, not {value!r}.", param=name)
+    return tuple(value or ())
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,16 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop, "stop"))
+        object.__setattr__(self, "stop_token_ids", _tuple(self.stop_token_ids, "stop_token_ids"))
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise InvalidRequestError(
+                f"logit_bias takes a dict from token ids to numbers, not {self.logit_bias!r}.", param="logit_bias"
+            )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} is True or False, not {getattr(self, name)!r}.", param=name)
         _whole(self.n, 1, MAX_N, "n")
         _inside(self.temperature, 0.0, 100.0, "temperature")
         _inside(self.top_p, 0.0, 1.0, "top_p", open_low=True)

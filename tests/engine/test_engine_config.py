@@ -75,6 +75,13 @@ def test_a_small_pool_starts_and_says_what_it_holds():
     assert "at most" not in describe_pool(resolved(max_model_len=100, num_kv_blocks=10))
 
 
+@pytest.mark.parametrize("options", [{"num_kv_blocks": 41}, {"kv_cache_memory": 41 * BLOCK}, {"num_kv_blocks": 10**12}])
+def test_a_pool_beyond_the_free_memory_is_refused(options):
+    with pytest.raises(ConfigError, match=rf"KV pool of .* is more than the {format_bytes(40 * BLOCK)} .* lower num_kv_blocks"):
+        resolved(free_memory=40 * BLOCK, **options)
+    assert resolved(free_memory=40 * BLOCK, num_kv_blocks=40).num_kv_blocks == 40
+
+
 def test_a_pool_without_room_for_one_block_is_refused():
     with pytest.raises(ConfigError, match="kv_cache_memory"):
         resolved(kv_cache_memory=BLOCK - 1)
@@ -111,6 +118,7 @@ def test_context_beyond_the_models_own():
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_batched_tokens": True}, "max_num_batched_tokens"),
         ({"num_threads": -1}, "num_threads"),
+        ({"num_threads": 100_000}, "num_threads"),
         ({"num_kv_blocks": 0}, "num_kv_blocks"),
         ({"num_kv_blocks": 5, "kv_cache_memory": "1GiB"}, "kv_cache_memory"),
         ({"kv_cache_memory": "some"}, "kv_cache_memory"),

@@ -78,6 +78,10 @@ def test_conversations():
         ("hello", [PARAMS, PARAMS]),
         ("hello", 7),
         (["hello", {"prompt_token_ids": [5] * 600}], PARAMS),
+        ({"prompt_token_ids": [5, 6.5]}, PARAMS),
+        ({"prompt_token_ids": ["5"]}, PARAMS),
+        ({"prompt_token_ids": 5}, PARAMS),
+        ("hello", {"stop": 5}),
     ],
 )
 def test_mistakes_leave_nothing_running(prompts, params):

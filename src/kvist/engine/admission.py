@@ -34,9 +34,9 @@ def check_request(config: EngineConfig, prompt_token_ids: Sequence[int], params:
 def _check_ids(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
     if not prompt_token_ids:
         raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
-    for token_id in prompt_token_ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise InvalidRequestError(f"The prompt's token ids must be whole numbers, not {token_id!r}.", param="prompt")
+    if set(map(type, prompt_token_ids)) != {int}:
+        wrong = next(token_id for token_id in prompt_token_ids if type(token_id) is not int)
+        raise InvalidRequestError(f"The prompt's token ids must be whole numbers, not {wrong!r}.", param="prompt")
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high

@@ -9,6 +9,7 @@ It knows no HTTP and no event loop. Calls from several threads take turns.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -107,7 +108,10 @@ class LLM:
             return self.engine.tokenizer.encode(prompt)
         if not isinstance(prompt, Mapping) or set(prompt) != {"prompt_token_ids"}:
             raise InvalidRequestError('A prompt is a string or {"prompt_token_ids": [...]}.', param="prompt")
-        return [int(token_id) for token_id in prompt["prompt_token_ids"]]
+        try:
+            return [operator.index(token_id) for token_id in prompt["prompt_token_ids"]]
+        except TypeError as error:
+            raise InvalidRequestError(f"prompt_token_ids takes a list of whole numbers: {error}.", param="prompt") from error
 
     def _run(
         self, prompts: list[list[int]], texts: list[str | None], sampling_params: Params | Sequence[Params] | None
