@@ -101,6 +101,8 @@ def test_developer_is_system_where_the_template_does_not_know_it() -> None:
         ([{"role": "user", "content": 7}], "must be a string or a list"),
         ([{"role": "user", "content": {"type": "text"}}], "must be a string or a list"),
         ([{"role": "assistant", "tool_calls": [{}]}], "must have a function with a name"),
+        ([{"role": "assistant", "tool_calls": 5}], r"messages\[0\]\.tool_calls must be a list"),
+        ([{"role": "assistant", "tool_calls": {"function": {}}}], r"messages\[0\]\.tool_calls must be a list"),
     ],
 )
 def test_messages_that_are_none(messages: Any, message: str) -> None:

@@ -100,6 +100,14 @@ def test_added_tokens_without_room_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "declared", [{"x": {"content": "<a>"}}, {"271": "<a>"}, {"271": {"content": 5}}, {"-1": {"content": "<a>"}}]
+)
+def test_declarations_that_are_no_tokens_are_refused(declared: Any) -> None:
+    with pytest.raises(ModelFormatError, match=r"has no token at '.*' of added_tokens_decoder"):
+        from_hf(document(), NAMES | {"added_tokens_decoder": declared})
+
+
+@pytest.mark.parametrize(
     ("decoder", "style", "strips"),
     [
         ({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}, "byte_level", False),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from helpers.tiny_models import write_tiny_gguf, write_tiny_hf
+from kvist.errors import ModelFormatError
 from kvist.kernels.ops import PackedLinear
 from kvist.weights import fingerprint as fingerprint_module
 from kvist.weights import open_model, pack
@@ -222,6 +223,58 @@ def test_other_files_replace_the_pack(model: Path) -> None:
     assert dict(loaded.files) == {"tokenizer": b"new"}
 
 
+class Replaced:
+    """A source whose file is replaced while its tensors are read."""
+
+    def __init__(self, path: Path, other: bytes) -> None:
+        self._source, self._path, self._other = open_model(path), path, other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def packed(self, quantization: Any = None, dtype: str = "auto") -> Any:
+        yield from self._source.packed(quantization, dtype)
+        new = self._path.with_suffix(".new")
+        new.write_bytes(self._other)
+        new.replace(self._path)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_file_replaced_while_it_is_packed_is_refused(model: Path, cache: Path, tmp_path: Path, writable: bool) -> None:
+    if not writable:
+        cache.write_bytes(b"no folder")
+    other = write_tiny_gguf(tmp_path / "other.gguf", seed=9).read_bytes()
+    source: Any = Replaced(model, other)
+    with pytest.raises(ModelFormatError, match="changed while it was being read"):
+        write_packed(model, source, None, FILES)
+    assert load_packed(model) is None
+    assert list(cache.rglob("*.kvist")) + list(cache.rglob("*.tmp")) == []
+    assert_same(write(model), model)
+
+
+def test_a_file_replaced_after_it_was_opened_keeps_its_key(model: Path, tmp_path: Path) -> None:
+    source = open_model(model)
+    write_tiny_gguf(tmp_path / "other.gguf", seed=9).replace(model)
+    assert source.fingerprint != open_model(model).fingerprint
+
+
+def test_names_that_are_no_unicode(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"m\xff")
+    folder.mkdir()
+    for path in (write_tiny_gguf(folder / "m.gguf"), write_tiny_hf(folder / os.fsdecode(b"hf\xfe"), shards=2)):
+        assert load_packed(path) is None
+        assert_same(write(path), path)
+        assert load_packed(path) is not None
+
+
+def test_only_files_and_folders_are_models(tmp_path: Path) -> None:
+    pipe = tmp_path / "m.gguf"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(ModelFormatError, match="neither a file nor a folder"):
+            load_packed(path)
+
+
 def test_what_a_dead_process_left_is_swept(model: Path, cache: Path) -> None:
     target = packed_path(pack_key(open_model(model).fingerprint, None, "auto"))
     target.parent.mkdir(parents=True)
@@ -358,6 +411,20 @@ def test_a_damaged_memory_only_costs_the_hashing(tmp_path: Path, cache: Path, ha
         memory.write_text(text)
         assert fingerprint_files([path]) == want
     assert len(hashed) == 4
+
+
+def test_a_memory_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, cache: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str, **_: Any) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"abc")
+    monkeypatch.setattr(Path, "write_text", full)
+    assert fingerprint_files([path]) == fingerprint_files([path])
+    assert (hashed, list((cache / "fingerprints").iterdir())) == (["a.bin", "a.bin"], [])
 
 
 def test_every_file_of_a_folder_counts(tmp_path: Path) -> None:

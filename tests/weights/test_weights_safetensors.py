@@ -181,6 +181,10 @@ def test_windows_per_layer(tmp_path: Path, arch: str, config: dict[str, Any], ex
     assert open_model(write_tiny_hf(tmp_path, arch=arch, layers=3, config=config)).config.windows == expected
 
 
+def test_mistrals_window_where_the_config_is_silent(tmp_path: Path) -> None:
+    assert open_model(write_tiny_hf(tmp_path, arch="mistral", omit=["sliding_window"])).config.windows == (4096, 4096)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -246,6 +250,22 @@ def test_damaged_folders(tmp_path: Path) -> None:
         open_model(folder)
     with pytest.raises(ModelFormatError, match="give the folder"):
         open_model(weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("tokenizer_config.json", b'{"chat_template": "\\ud800"}'),
+        ("special_tokens_map.json", b'{"unk_token": "\\udfff"}'),
+        ("tokenizer_config.json", b'{"chat_template": "\xff"}'),
+        ("chat_template.jinja", b"{{ '\xff' }}"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_file(tmp_path: Path, name: str, data: bytes) -> None:
+    folder = write_tiny_hf(tmp_path)
+    (folder / name).write_bytes(data)
+    with pytest.raises(ModelFormatError, match=name):
+        open_model(folder)
 
 
 def test_numbers_of_another_type_are_refused(tmp_path: Path) -> None:

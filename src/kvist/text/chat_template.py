@@ -125,7 +125,7 @@ def _render(template: Template, variables: Mapping[str, Any]) -> str:
     except RecursionError as error:
         raise InvalidRequestError("The messages are nested too deeply for the chat template.", param="messages") from error
     except Exception as error:  # a template is a program of its own, fed by the client: whatever it raises is about this request
-        message = str(error).rstrip(".") or type(error).__name__
+        message = str(error).removesuffix(".") or type(error).__name__
         raise InvalidRequestError(f"The chat template refused the messages: {message}.", param="messages") from error
     return "".join(parts)
 
@@ -157,6 +157,8 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise InvalidRequestError(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r}.", param="messages")
     plain = {key: value for key, value in message.items() if value is not None}
     if calls := plain.get("tool_calls"):
+        if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
+            raise InvalidRequestError(f"{where}.tool_calls must be a list of calls.", param="messages")
         plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     else:
         plain.pop("tool_calls", None)

@@ -80,10 +80,13 @@ def _adds_bos(backend: Backend, config: Mapping[str, Any], bos: int) -> bool:
 def _add_missing(backend: Backend, config: Mapping[str, Any], names: Mapping[str, str]) -> bool:
     """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks, in the order of their ids; whether any were."""
     declared = config.get("added_tokens_decoder")
-    entries = sorted((int(i), entry) for i, entry in declared.items()) if isinstance(declared, Mapping) else []
-    missing = [(i, entry) for i, entry in entries if backend.token_to_id(str(entry.get("content"))) is None]
-    for token_id, entry in missing:
-        text = str(entry["content"])
+    entries = declared if isinstance(declared, Mapping) else {}
+    for key, entry in entries.items():
+        if not str(key).isdecimal() or not isinstance(entry, Mapping) or _token_text(entry) is None:
+            raise ModelFormatError(f"tokenizer_config.json has no token at {key!r} of added_tokens_decoder; fetch the model again.")
+    missing = {int(i): entry for i, entry in entries.items() if backend.token_to_id(entry["content"]) is None}
+    for token_id, entry in sorted(missing.items()):
+        text = entry["content"]
         special = bool(entry.get("special")) or text in names.values()
         flags = {flag: bool(entry.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
         token = AddedToken(text, special=special, **flags)

@@ -31,6 +31,8 @@ def content_files(path: Path) -> list[Path]:
         return [path / name for name in SMALL_FILES if (path / name).exists()] + weight_files(path)
     if not path.exists():
         raise ModelNotFoundError(f"There is no file or folder {path}; give the path of a GGUF file or of a Hugging Face folder.")
+    if not path.is_file():
+        raise ModelFormatError(f"{path} is neither a file nor a folder; give the path of a GGUF file or of a Hugging Face folder.")
     return [path]
 
 

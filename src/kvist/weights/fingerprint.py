@@ -7,6 +7,7 @@ within a clock tick of being read is not remembered. A memory that cannot be rea
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -28,7 +29,7 @@ def fingerprint_files(paths: Sequence[Path]) -> str:
     """
     try:
         stamp = _stamp(paths)
-        memory = cache_dir() / "fingerprints" / hashlib.sha256(stamp.encode()).hexdigest()[:32]
+        memory = cache_dir() / "fingerprints" / hashlib.sha256(os.fsencode(stamp)).hexdigest()[:32]
         if (known := _recall(memory)) is not None:
             return known
         digest = _hash(paths)
@@ -56,7 +57,7 @@ def _hash(paths: Sequence[Path]) -> str:
             digest = hashlib.file_digest(file, "sha256")
         if len(paths) == 1:
             return digest.hexdigest()
-        total.update(path.name.encode() + b"\0" + digest.digest())
+        total.update(os.fsencode(path.name) + b"\0" + digest.digest())
     return total.hexdigest()
 
 
@@ -72,10 +73,11 @@ def _remember(memory: Path, digest: str, paths: Sequence[Path]) -> None:
     newest = max(path.stat().st_ctime_ns for path in paths)
     if time.time_ns() - newest < TICK_NS:
         return
-    try:
+    temporary = memory.with_name(f"{memory.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = memory.with_name(f"{memory.name}.{os.getpid()}.tmp")
-        temporary.write_text(digest, encoding="ascii")
-        temporary.replace(memory)
-    except OSError:
-        return
+        try:
+            temporary.write_text(digest, encoding="ascii")
+            temporary.replace(memory)
+        except OSError:
+            temporary.unlink(missing_ok=True)

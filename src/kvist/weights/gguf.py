@@ -7,8 +7,7 @@ container (`gguf_file.py`). Invariant: rotation pairs leave here as halves of a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +55,24 @@ class GGUFModel:
     config: ModelConfig
     tokenizer: TokenizerSource
     notes: tuple[str, ...]
+    fingerprint: str
 
     @classmethod
     def open(cls, path: Path) -> GGUFModel:
         """Raises ModelFormatError or UnsupportedModelError; checks that every tensor is there, decodes none."""
+        # Taken first: whatever replaces the file from here on gives it another one.
+        fingerprint = fingerprint_files([path])
         file = read_gguf(path)
         config, notes = model_config(file)
         template = file.metadata.get("tokenizer.chat_template")
         tokenizer = TokenizerSource(gguf=vocabulary(file), chat_template=template if isinstance(template, str) else None)
-        model = cls(file, config, tokenizer, notes)
+        model = cls(file, config, tokenizer, notes, fingerprint)
         expected = {info.name for spec in tensor_specs(config) for info in model._infos(spec) if info is not None}
         extra = sorted(file.tensors.keys() - expected - set(_KNOWN_EXTRAS))
         if extra:
             shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
             notes += (f"{path} holds {len(extra)} tensors that a {config.architecture} model has no use for ({shown}); ignored.",)
-        return cls(file, config, tokenizer, notes)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint_files([self.file.path])
+        return replace(model, notes=notes)
 
     def packed(self, quantization: Quantization | None = None, dtype: str = "auto") -> Iterator[tuple[str, PackedLinear | F32]]:
         for spec in tensor_specs(self.config):

@@ -77,6 +77,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, {} where the file is absent. Raises ModelFormatError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        # JSON can spell half a surrogate pair, which is no text and could be written nowhere.
+        json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -146,6 +148,8 @@ def _windows(settings: Settings, arch: str, layers: int) -> tuple[int | None, ..
         return ()
     window = settings.whole("sliding_window")
     if arch == "mistral":
+        # The one family whose class has a window by default; null means none.
+        window = window if "sliding_window" in settings.values else 4096
         return (window,) * layers if window else ()
     if not window or not settings.flag("use_sliding_window", False):
         return ()

@@ -16,7 +16,7 @@ import errno
 import hashlib
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.config import ModelConfig, Quantization, RopeConfig, cache_dir
+from kvist.errors import ModelFormatError
 from kvist.kernels.ops import F32, GROUP, PackedLinear
 from kvist.weights.files import content_files
 from kvist.weights.fingerprint import fingerprint_files
@@ -83,14 +84,14 @@ def write_packed(
                 return ready
             if locked:
                 _sweep(target)
-            _write(target, source, quantization, files, dtype)
+            _write(target, Path(path), source, quantization, files, dtype)
         problem = "the pack does not read back; check the disk"
         if (ready := _read(key)) is not None:
             return ready
     except OSError as error:
         problem = _explain(error)
     note = f"The packed weights cannot be kept in {target.parent}: {problem}. They stay in memory, and each start packs them anew."
-    return _in_memory(source, quantization, files, dtype, key, note)
+    return _in_memory(Path(path), source, quantization, files, dtype, key, note)
 
 
 def _explain(error: OSError) -> str:
@@ -105,12 +106,14 @@ def _sweep(target: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _write(target: Path, source: ModelSource, quantization: Quantization | None, files: Mapping[str, bytes], dtype: str) -> None:
+def _write(
+    target: Path, path: Path, source: ModelSource, quantization: Quantization | None, files: Mapping[str, bytes], dtype: str
+) -> None:
     temporary = target.with_name(f"{target.stem}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             writer = PackWriter(file)
-            header = _stream(writer, source, quantization, files, dtype)
+            header = _stream(writer, path, source, quantization, files, dtype)
             writer.finish(header)
             os.fsync(file.fileno())
         temporary.replace(target)
@@ -130,14 +133,24 @@ def _sync_folder(path: Path) -> None:
             os.close(folder)
 
 
+def _tensors(
+    path: Path, source: ModelSource, quantization: Quantization | None, dtype: str
+) -> Iterator[tuple[str, PackedLinear | F32]]:
+    """The source's tensors. Raises ModelFormatError at the end if the files are no longer those that were opened: a pack of two
+    versions of a file would be taken for the older one ever after."""
+    yield from source.packed(quantization, dtype)
+    if fingerprint_files(content_files(path)) != source.fingerprint:
+        raise ModelFormatError(f"{path} was changed while it was being read; start again when it is whole.")
+
+
 def _stream(
-    writer: PackWriter, source: ModelSource, quantization: Quantization | None, files: Mapping[str, bytes], dtype: str
+    writer: PackWriter, path: Path, source: ModelSource, quantization: Quantization | None, files: Mapping[str, bytes], dtype: str
 ) -> dict[str, Any]:
     """Write all arrays, one tensor at a time; returns the header that finds them again."""
     linears: dict[str, Any] = {}
     vectors: dict[str, Any] = {}
     formats: dict[str, str] = {}
-    for name, tensor in source.packed(quantization, dtype):
+    for name, tensor in _tensors(path, source, quantization, dtype):
         if not isinstance(tensor, PackedLinear):
             vectors[name] = writer.add(tensor)
             continue
@@ -169,11 +182,11 @@ def _as_array(data: bytes) -> npt.NDArray[np.uint8]:
 
 
 def _in_memory(
-    source: ModelSource, quantization: Quantization | None, files: Mapping[str, bytes], dtype: str, key: str, note: str
+    path: Path, source: ModelSource, quantization: Quantization | None, files: Mapping[str, bytes], dtype: str, key: str, note: str
 ) -> PackedModel:
     linears: dict[str, PackedLinear] = {}
     vectors: dict[str, F32] = {}
-    for name, tensor in source.packed(quantization, dtype):
+    for name, tensor in _tensors(path, source, quantization, dtype):
         if isinstance(tensor, PackedLinear):
             linears[name] = tensor
         else:

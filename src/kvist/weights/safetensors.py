@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +74,24 @@ class HFModel:
     tokenizer: TokenizerSource
     notes: tuple[str, ...]
     entries: dict[str, Entry]
+    fingerprint: str
 
     @classmethod
     def open(cls, folder: Path) -> HFModel:
         """Raises ModelFormatError or UnsupportedModelError; checks that every tensor is there, reads none but a disputed head."""
+        # Taken first: whatever replaces the files from here on gives them another one.
+        fingerprint = fingerprint_files(content_files(folder))
         config = model_config(folder)
         entries = _directory(folder)
         tied, notes = _tying(folder, config, entries)
         config = replace(config, tie_word_embeddings=tied)
-        model = cls(folder, config, tokenizer_source(folder), notes, entries)
+        model = cls(folder, config, tokenizer_source(folder), notes, entries, fingerprint)
         expected = {name for spec in tensor_specs(config) for name in model._names(spec) if name is not None}
         extra = sorted(name for name in entries.keys() - expected - {"lm_head.weight"} if not name.endswith("rotary_emb.inv_freq"))
         if extra:
             shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
             notes += (f"{folder} holds {len(extra)} tensors that a {config.architecture} model has no use for ({shown}); ignored.",)
         return replace(model, notes=notes)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint_files(content_files(self.folder))
 
     def packed(self, quantization: Quantization | None = None, dtype: str = "auto") -> Iterator[tuple[str, PackedLinear | F32]]:
         for spec in tensor_specs(self.config):
@@ -179,9 +177,12 @@ def tokenizer_source(folder: Path) -> TokenizerSource:
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """From its own file (newer folders), else from tokenizer_config.json; of a list of named ones, "default"."""
+    path = folder / "chat_template.jinja"
     try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        if not isinstance(error, FileNotFoundError):
+            raise ModelFormatError(f"{path} cannot be read ({error}); fetch it again.") from error
         template = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, list):
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}

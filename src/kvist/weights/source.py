@@ -62,7 +62,7 @@ class ModelSource(Protocol):
     def tokenizer(self) -> TokenizerSource: ...
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the content of all files that the model is made of, in hexadecimal."""
+        """SHA-256 over the content of all files that the model is made of, in hexadecimal, taken before they were opened."""
 
     @property
     def notes(self) -> tuple[str, ...]:
