@@ -97,6 +97,55 @@ def test_any_chunking(isa, model, budget):
     assert trace.mixed_steps > 0 or budget == 1
 
 
+@everywhere_with("block_size", [32, 48, 64, 128], for_numpy=[48])
+def test_any_block_size(isa, model, block_size):
+    """Blocks narrower and wider than a span of keys, and some that cut one: the bits are those of blocks of 16."""
+    prompts = {"a": prompt(100), "b": (*prompt(100)[:97], 5)}
+    engine = tiny_engine(isa, num_kv_blocks=100, max_num_batched_tokens=40, block_size=block_size, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs = run_all(engine, prompts)
+    assert_as_alone(isa, model, trace, prompts, outputs)
+    assert outputs["b"].usage.num_cached_tokens == 97 // block_size * block_size
+
+
+MIXED = {
+    "greedy": GREEDY,
+    "penalties": SamplingParams(
+        temperature=0, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=NUM_TOKENS, ignore_eos=True
+    ),
+    "choices": SamplingParams(n=3, seed=4, top_k=20, min_p=0.01, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2),
+    "scored": SamplingParams(seed=5, frequency_penalty=-0.5, prompt_logprobs=2, max_tokens=NUM_TOKENS, logit_bias={9: 3.0}),
+    "scored only": SamplingParams(prompt_logprobs=1, max_tokens=0),
+    "stopped": SamplingParams(temperature=2.0, seed=6, stop=("a", "e"), min_tokens=2, max_tokens=NUM_TOKENS),
+}
+
+
+@everywhere
+def test_any_mix_of_parameters(isa, model):
+    """Together, in small chunks, with a shared prefix, each gives what it gives alone: text, log probabilities, scores and bits."""
+
+    def seen(outputs: Mapping[str, Collected], trace: Trace, name: str) -> list[Any]:
+        return [
+            (one.token_ids, one.text, one.logprobs, one.first.prompt_logprobs, one.finish_reason, trace.of(name, choice))
+            for choice in range(MIXED[name].n)
+            if (one := outputs[name if choice == 0 else f"{name}#{choice}"]).first is not None
+        ]
+
+    engine = tiny_engine(isa, num_kv_blocks=400, max_num_batched_tokens=13, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs: dict[str, Collected] = {}
+    prompts = {name: [*prompt(33, 1), *prompt(1 + i, i)] for i, name in enumerate(MIXED)}
+    for name, params in MIXED.items():
+        engine.add_request(name, prompts[name], params)
+    drain(engine, outputs)
+    assert trace.mixed_steps > 0
+    assert engine.snapshot().prompt_tokens_by_source["prefix_hit"] > 0
+    other, reference = shared_engine(isa, model)
+    for name, params in MIXED.items():
+        reference.rows.clear()
+        assert seen(outputs, trace, name) == seen(run(other, {name: prompts[name]}, params), reference, name), name
+
+
 @everywhere
 def test_a_prefix_hit_at_every_cut_around_a_block_edge(isa, model):
     """Each prompt three times, then one id more, then two copies at once; the last token of a prompt is always computed."""
