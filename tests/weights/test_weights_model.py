@@ -8,7 +8,6 @@ import gguf
 import numpy as np
 import pytest
 
-from kvist.kernels.ops import PackedLinear
 from kvist.kernels.packing import unpack
 from kvist.weights import open_model
 from kvist.weights.gguf import GGUFModel, file_name, halves_from_interleaved
@@ -43,36 +42,24 @@ def test_shape_and_vocabulary(path: Path) -> None:
     assert (vocab.pre, len(vocab.tokens), len(vocab.merges), vocab.tokens[1]) == ("smollm", 49152, 48900, "<|im_start|>")
 
 
-def test_every_weight_equals_the_librarys(path: Path) -> None:
-    model = open_model(path)
-    assert isinstance(model, GGUFModel)
-    heads = {"q": 9, "k": 3}
-    counts = {"w4a8": 0, "w8a8": 0, "f32": 0}
-    for name, tensor in model.packed():
-        info = model.file.tensors[f"{file_name(name)}.weight"]
-        want = gguf.quants.dequantize(model.file.rows(info), gguf.GGMLQuantizationType[info.type_name]).reshape(info.shape)
-        part = name.rpartition(".")[2]
-        if part in heads:
-            want = halves_from_interleaved(want, heads[part], 64)
-        got = unpack(tensor) if isinstance(tensor, PackedLinear) else tensor
-        assert np.array_equal(got, want), name
-        counts[tensor.format if isinstance(tensor, PackedLinear) else "f32"] += 1
-    assert counts == {"w4a8": 210, "w8a8": 1, "f32": 61}
-
-
-def test_the_pack_gives_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_packed_weight_equals_the_librarys(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVIST_CACHE", str(tmp_path))
     source = open_model(path)
+    assert isinstance(source, GGUFModel)
     write_packed(path, source, None, {"f": b"x"})
     loaded = load_packed(path)
     assert loaded is not None
-    assert loaded.config == source.config
-    total = 0
-    for name, tensor in source.packed():
-        if isinstance(tensor, PackedLinear):
-            assert loaded.linears[name].data.tobytes() == tensor.data.tobytes()
-            total += tensor.data.nbytes
-        else:
-            assert loaded.vectors[name].tobytes() == tensor.tobytes()
+    assert (loaded.config, dict(loaded.files)) == (source.config, {"f": b"x"})
+    heads = {"q": 9, "k": 3}
+    for name, got in [*loaded.vectors.items(), *((name, unpack(linear)) for name, linear in loaded.linears.items())]:
+        info = source.file.tensors[f"{file_name(name)}.weight"]
+        want = gguf.quants.dequantize(source.file.rows(info), gguf.GGMLQuantizationType[info.type_name]).reshape(info.shape)
+        part = name.rpartition(".")[2]
+        if part in heads:
+            want = halves_from_interleaved(want, heads[part], 64)
+        assert np.array_equal(got, want), name
+    formats = [linear.format for linear in loaded.linears.values()]
+    assert (formats.count("w4a8"), formats.count("w8a8"), len(loaded.vectors)) == (210, 1, 61)
     # 4 bits for each layer weight, 8 for the embedding: what a decode step reads.
+    total = sum(linear.data.nbytes for linear in loaded.linears.values())
     assert total == 30 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576) // 2 + 49152 * 576

@@ -20,9 +20,7 @@ from kvist.weights.quantize import encode, quantize_w4, quantize_w8
 TINY = 1e-40
 """Where float32 itself has no steps fine enough."""
 
-matrices = hnp.arrays(
-    np.float32, st.tuples(st.integers(1, 9), st.sampled_from([32, 64, 96])), elements=st.floats(-1e3, 1e3, width=32)
-)
+matrices = hnp.arrays(np.float32, st.tuples(st.integers(1, 2), st.sampled_from([32, 64])), elements=st.floats(-1e3, 1e3, width=32))
 
 
 @given(matrices)
