@@ -171,6 +171,9 @@ def check_options(options: EngineOptions) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
+    for name in ("enable_prefix_caching", "use_cache"):
+        if not isinstance(getattr(options, name), bool):
+            raise ConfigError(f"{name} is True or False, not {getattr(options, name)!r}.")
     if options.num_threads is not None and options.num_threads > MAX_THREADS:
         raise ConfigError(f"num_threads is at most {MAX_THREADS}, not {options.num_threads}; the number of CPUs serves best.")
     if options.block_size % BLOCK_MULTIPLE:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.deciders import make_request, make_spec
 from kvist.kv.manager import KVManager
-from kvist.kv.spec import first_block
+from kvist.kv.spec import KVSpec, first_block, group_layers
+from kvist.store.arena import Arena
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,15 @@ def test_the_formula_is_what_the_manager_gives() -> None:
         manager.commit(request)
         manager.trim(request)
     assert request.num_computed_tokens == spec.max_request_tokens(20, 1000) == 80
+
+
+@pytest.mark.parametrize(("kv_format", "dtype"), [("bf16", np.uint16), ("f16", np.float16), ("f32", np.float32)])
+@pytest.mark.parametrize("windows", [(None,) * 4, (8, 8, None, 8, 8, None)])
+def test_the_byte_formula_is_that_of_real_arrays(kv_format: str, dtype: type, windows: tuple[int | None, ...]) -> None:
+    """Law L5: keys and values of 48 tokens, layer by layer, and the blocks of an arena that hold them."""
+    spec = KVSpec(3, 64, kv_format, 16, group_layers(windows))
+    arrays = [np.zeros((2, 48, 3, 64), dtype) for _ in windows]
+    size = sum(array.nbytes for array in arrays)
+    assert size == 48 * spec.bytes_per_token
+    with Arena(3 * len(spec.groups), spec.block_bytes) as arena:
+        assert arena.nbytes == size
