@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvist.text.build import build_tokenizer
@@ -98,3 +100,20 @@ def test_tool_history_is_legal(tokenizer: Tokenizer, source: TokenizerSource) ->
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert template.render(messages, add_generation_prompt=False).endswith("<|im_start|>assistant\n<|im_end|>\n")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    stop, turns = threading.Event(), 0
+
+    def count() -> None:
+        nonlocal turns
+        while not stop.wait(0.001):
+            turns += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    ids = tokenizer.encode("word " * 100_000)
+    stop.set()
+    other.join()
+    assert len(ids) == 100_001
+    assert turns > 10

@@ -64,12 +64,13 @@ class Tokenizer:
 
         Raises InvalidRequestError for a text that is not Unicode (a lone surrogate, which JSON can spell).
         """
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"The text to encode must be a string, not {type(text).__name__}.", param="prompt")
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            # A batch of one: the library lets go of Python's lock for batches alone, and others' streams go on meanwhile.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
-            if isinstance(text, str):
-                raise InvalidRequestError("The text has an unpaired surrogate; send valid Unicode.", param="prompt") from error
-            raise InvalidRequestError(f"The text to encode must be a string, not {type(text).__name__}.", param="prompt") from error
+            raise InvalidRequestError("The text has an unpaired surrogate; send valid Unicode.", param="prompt") from error
         if self.info.add_bos:
             bos, start = self.info.bos_token_id, 0
             assert bos is not None
