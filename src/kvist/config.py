@@ -155,6 +155,8 @@ class EngineConfig:
 
 def check_options(options: EngineOptions) -> None:
     """Refuse what is wrong whatever the model and the machine, before anything is loaded. Raises ConfigError."""
+    if not isinstance(options.model, str):
+        raise ConfigError(f"model is a name or a path, not {options.model!r}.")
     require_one_of(options.isa, ISAS, "isa")
     require_one_of(options.kv_cache_dtype, KV_FORMATS, "kv_cache_dtype")
     require_one_of(options.dtype, tuple(DTYPES), "dtype")

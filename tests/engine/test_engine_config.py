@@ -125,6 +125,8 @@ def test_context_beyond_the_models_own():
         ({"watermark": float("nan")}, "watermark"),
         ({"watermark": 1.0}, "watermark"),
         ({"seed": "x"}, "seed"),
+        ({"model": 5}, "model"),
+        ({"model": None}, "model"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching"),
         ({"use_cache": 0}, "use_cache"),
     ],

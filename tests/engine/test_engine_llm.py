@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from helpers.tiny_engine import tiny_engine
+from helpers.tiny_models import write_tiny_gguf
 from kvist import LLM, SamplingParams
 from kvist.errors import ConfigError, EngineError, EngineStoppedError, InvalidRequestError
 
@@ -155,3 +158,11 @@ def test_closing():
 def test_unknown_options_are_named():
     with pytest.raises(ConfigError, match="max_sequences"):
         LLM("nowhere", max_sequences=4)
+
+
+def test_a_model_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVIST_CACHE", str(tmp_path / "cache"))
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    with LLM(path, isa="numpy", num_kv_blocks=20) as llm, LLM(str(path), isa="numpy", num_kv_blocks=20) as other:
+        assert isinstance(path, Path)
+        assert llm.config == other.config

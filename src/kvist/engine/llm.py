@@ -13,6 +13,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,13 +41,15 @@ class LLM:
     Raises ConfigError for options that cannot be, ModelError when the model cannot be had.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, report: Callable[[str], None] | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path = DEFAULT_MODEL, *, report: Callable[[str], None] | None = None, **options: Any) -> None:
         known = {field.name for field in fields(EngineOptions)}
         if unknown := sorted(options.keys() - known):
             raise ConfigError(f"LLM has no option named {', '.join(unknown)}; it takes {', '.join(sorted(known))}.")
         self._lock = threading.Lock()
         self._count = 0
-        self._engine: Engine | None = Engine.from_options(EngineOptions(model=model, **options), report=report)
+        self._engine: Engine | None = Engine.from_options(
+            EngineOptions(model=str(model) if isinstance(model, Path) else model, **options), report=report
+        )
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
