@@ -19,8 +19,8 @@ import huggingface_hub
 import pytest
 
 from helpers.tiny_models import write_tiny_gguf, write_tiny_hf
-from kvist.errors import DownloadError, ModelNotFoundError
-from kvist.weights import hub, presets, wheels
+from kvist.errors import DownloadError, ModelFormatError, ModelNotFoundError
+from kvist.weights import hub, open_model, presets, wheels
 from kvist.weights.hub import list_models, resolve_model
 from kvist.weights.presets import Part, Preset, Terms
 
@@ -248,6 +248,7 @@ def test_list_of_models(pip: Pip, cache: Path) -> None:
     path = resolve_model("tiny:1b")
     extra = cache / "models" / "mine.gguf"
     extra.write_bytes(b"GGUF")
+    (extra.parent / "gone.gguf").symlink_to("nowhere")
     assert [(model.name, model.path, model.size) for model in list_models()] == [("tiny:1b", path, 28000), (str(extra), extra, 4)]
 
 
@@ -263,12 +264,24 @@ def test_paths_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["", "nope", "./nope", "/nope/x", "a/b/c", "~nobody-here/x", "x.gguf", "org/x.gguf", "org/name:x.bin", "\0"]
+    "name", ["", "nope", "./nope", "/nope/x", "a/b/c", "~nobody-here/x", "x.gguf", "org/x.gguf", "org/name:x.bin", "\0", "x" * 5000]
 )
 def test_unknown_names_say_what_would_do(name: str) -> None:
     pattern = r"There is no model .*smollm2:135m, gemma3:270m, or a hub name such as org/name or org/name:file\.gguf\.$"
     with pytest.raises(ModelNotFoundError, match=pattern):
         resolve_model(name)
+
+
+def test_a_path_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", forbidden)
+    for look in (resolve_model, open_model):
+        with pytest.raises(
+            ModelFormatError, match=r"m\.gguf cannot be read \(Permission denied\); check the path and its permissions"
+        ):
+            look(str(tmp_path / "m.gguf"))
 
 
 class Hub:

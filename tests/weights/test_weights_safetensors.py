@@ -248,8 +248,9 @@ def test_damaged_folders(tmp_path: Path) -> None:
     weights.write_bytes(sound)
     with pytest.raises(ModelFormatError, match=r"config\.json is no sound JSON"):
         open_model(folder)
-    with pytest.raises(ModelFormatError, match="give the folder"):
-        open_model(weights)
+    for file in (weights, folder / "config.json"):
+        with pytest.raises(ModelFormatError, match="give the folder"):
+            open_model(file)
 
 
 @pytest.mark.parametrize(

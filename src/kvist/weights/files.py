@@ -24,7 +24,15 @@ SMALL_FILES = (
 
 
 def content_files(path: Path) -> list[Path]:
-    """The files of the model at `path` (a GGUF file or a folder). Raises ModelNotFoundError or ModelFormatError."""
+    """The files of the model at `path` (a GGUF file or a folder), config.json first. Raises ModelNotFoundError or
+    ModelFormatError."""
+    try:
+        return _content_files(path)
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read ({error.strerror or error}); check the path and its permissions.") from error
+
+
+def _content_files(path: Path) -> list[Path]:
     if path.is_dir():
         if not (path / "config.json").exists():
             return [single_gguf(path)]

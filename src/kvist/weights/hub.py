@@ -6,6 +6,7 @@ importing huggingface_hub where the name is a path or a preset; every failure is
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def list_models() -> tuple[KnownModel, ...]:
         for path in (models_dir() / preset.file,)
     ]
     named = {preset.file for preset in PRESETS}
-    others = [path for path in sorted(models_dir().glob("*.gguf")) if path.name not in named]
+    others = [path for path in sorted(models_dir().glob("*.gguf")) if path.name not in named and path.is_file()]
     return (*known, *(KnownModel(str(path), "GGUF file in the cache folder", "", path.stat().st_size, path) for path in others))
 
 
@@ -62,8 +63,7 @@ def resolve_model(name: str, *, progress: Progress | None = None, accept: Accept
     here. Raises ModelNotFoundError (with the forms that would do), ModelFormatError, DownloadError.
     """
     progress = progress or silent
-    path = _as_path(name)
-    if path is not None and path.exists():
+    if (path := _as_path(name)) is not None:
         return path
     if (preset := find_preset(name)) is not None:
         return _resolve_preset(preset, progress, accept)
@@ -78,10 +78,16 @@ def resolve_model(name: str, *, progress: Progress | None = None, accept: Accept
 
 
 def _as_path(name: str) -> Path | None:
+    """What is there by that name. Raises ModelFormatError where the system does not even let one look."""
     try:
-        return Path(name).expanduser() if name else None
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
     except RuntimeError:  # ~somebody who is no user here
         return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
+        raise ModelFormatError(f"{name} cannot be read ({error.strerror or error}); check the path and its permissions.") from error
 
 
 def _resolve_preset(preset: Preset, progress: Progress, accept: Accept | None) -> Path:

@@ -142,11 +142,11 @@ def open_model(path: str | Path) -> ModelSource:
     """
     path = Path(path)
     files = content_files(path)
-    if len(files) > 1 or files[0].name == "config.json":
+    if path.is_dir() and files[0].name == "config.json":
         from kvist.weights.safetensors import HFModel
 
         return HFModel.open(path)
-    if path.suffix == ".safetensors":
+    if path.suffix in (".safetensors", ".json"):
         raise ModelFormatError(f"{path} is one file of a Hugging Face folder; give the folder, which also holds config.json.")
     from kvist.weights.gguf import GGUFModel
 
