@@ -234,5 +234,23 @@ def test_template_fields_reach_the_template(server: ServerThread, client: httpx.
     assert arguments(chat_template_kwargs={"thinking": True})["thinking"] is True
     both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
     assert error_of(client.post(CHAT, json=both), 400)["param"] == "continue_final_message"
-    reserved = {"messages": messages, "chat_template_kwargs": {"messages": []}}
-    assert error_of(client.post(CHAT, json=reserved), 400)["param"] == "chat_template_kwargs.messages"
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "self"):
+        reserved = {"messages": messages, "chat_template_kwargs": {name: []}}
+        assert error_of(client.post(CHAT, json=reserved), 400)["param"] == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(
+    path: str, client: httpx.Client, server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("the text was tokenized")
+
+    text = "x" * 70_000
+    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    monkeypatch.setattr(server.engine, "render_chat", never)
+    monkeypatch.setattr(server.engine, "encode", never)
+    error = error_of(client.post(path, json=body), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages" if path == CHAT else "prompt")
+    assert "at least 11666 tokens" in error["message"]
+    assert "holds 512" in error["message"]

@@ -5,6 +5,7 @@ Signals need a main thread, so these run a small program of their own around the
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from server_fakes import FakeEngine
+from kvist.errors import EngineStoppedError
 from kvist.server.app import create_app
 from kvist.server.run import address_of, bind, serve_app
 
@@ -34,14 +36,17 @@ class SlowEngine(FakeEngine):
         import asyncio
         async for deltas in super().generate(*arguments, **keywords):
             await asyncio.sleep(0.02)
+            if self._stopped:
+                raise EngineStoppedError("The engine is shut down.")
             yield deltas
     async def shutdown(self):
         await super().shutdown()
         print("engine down", flush=True)
 
 listener = bind("127.0.0.1", 0)
-app = create_app(SlowEngine())
-status = serve_app(app, listener, on_ready=lambda: print(address_of(listener), flush=True), drain_seconds=int(sys.argv[2]))
+engine = SlowEngine()
+ready = lambda: print(address_of(listener), flush=True)
+status = serve_app(create_app(engine), listener, on_ready=ready, stop_engine=engine.shutdown, drain_seconds=int(sys.argv[2]))
 print("ended", flush=True)
 sys.exit(status)
 """
@@ -95,16 +100,17 @@ def test_a_signal_lets_open_streams_finish_and_takes_no_new_ones() -> None:
         assert rest_of(process) == (0, ["engine down", "ended"])
 
 
-def test_the_drain_has_a_deadline() -> None:
+def test_what_is_open_at_the_deadline_ends_with_an_error_event() -> None:
     with program(0) as (process, address):
         client, response, pieces = long_stream(address)
-        next(pieces)
+        first = next(pieces)
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(httpx.RemoteProtocolError):
-            b"".join(pieces)
+        events = events_of(first + b"".join(pieces))
+        assert json.loads(events[-1])["error"]["code"] == "engine_stopped"
+        assert len(events) < 60
         response.close()
         client.close()
-        assert rest_of(process) == (0, ["engine down", "ended"])
+        assert rest_of(process) == (0, ["engine down", "engine down", "ended"])
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])

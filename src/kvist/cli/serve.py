@@ -64,9 +64,12 @@ def serve(
     try:
         fetch(options.model)
         engine = Engine.from_options(options, report=say)
-        app = create_app(AsyncEngine(engine), ServerOptions(api_keys=keys, served_model_names=names))
+        served = AsyncEngine(engine)
+        app = create_app(served, ServerOptions(api_keys=keys, served_model_names=names))
         say(_summary(engine.config, names, address_of(listener), bool(keys)))
-        status = serve_app(app, listener, on_ready=lambda: say("Ready. Ctrl+C ends."), log_level=log_level)
+        status = serve_app(
+            app, listener, on_ready=lambda: say("Ready. Ctrl+C ends."), stop_engine=served.shutdown, log_level=log_level
+        )
     finally:
         listener.close()
     say("Stopped.")

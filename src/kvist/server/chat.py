@@ -30,7 +30,8 @@ router = APIRouter()
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content"})
 UNUSED_MESSAGE_FIELDS = frozenset({"annotations"})
-TEMPLATE_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template"})
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template", "self"})
+"""What a client may not set in the template: fields of the request, and the template's own name for itself."""
 
 
 @router.post("/v1/chat/completions")
@@ -50,9 +51,12 @@ async def plan_chat(state: ServerState, body: ChatRequest) -> Plan:
     if state.engine.chat_template is None:
         raise InvalidRequestError("This model has no chat template; use /v1/completions.", param="messages")
     for name in body.chat_template_kwargs:
-        if name in TEMPLATE_ARGUMENTS:
-            raise InvalidRequestError(f"chat_template_kwargs cannot hold {name}.", param=f"chat_template_kwargs.{name}")
+        if name in RESERVED_VARIABLES:
+            raise InvalidRequestError(
+                f"chat_template_kwargs cannot hold {name}; leave it out.", param=f"chat_template_kwargs.{name}"
+            )
     messages = messages_of(body.messages)
+    await state.check_size(sum(len(message["content"]) for message in messages), "messages")
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     token_ids = await state.engine.render_chat(
         messages,

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvist.engine.admission import check_request
-from kvist.request import OutputDelta
+from kvist.request import OutputDelta, SamplingParams
 from kvist.server.body import read_body
 from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import CompletionLogprobs, TokenLabels, join_pieces
@@ -27,7 +27,7 @@ from kvist.server.streaming import GenerationResponse, Plan, dumps
 router = APIRouter()
 
 MANY_TOKENS = 50_000
-"""Prompts longer than this, together, are checked in a thread, so that others' streams go on."""
+"""Prompts longer than this are checked in a thread, so that others' streams go on."""
 
 
 @router.post("/v1/completions")
@@ -49,14 +49,7 @@ async def plan_completion(state: ServerState, body: CompletionRequest) -> Plan:
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     prompts = body.prompts
-    encoded = await asyncio.gather(*(_token_ids(state, prompt, body.add_special_tokens) for prompt in prompts))
-
-    def check_all() -> None:
-        """The engine checks again; here no prompt starts before all have been looked at."""
-        for token_ids in encoded:
-            check_request(state.engine.config, token_ids, params)
-
-    await asyncio.to_thread(check_all) if sum(map(len, encoded)) > MANY_TOKENS else check_all()
+    encoded = [await _token_ids(state, prompt, body.add_special_tokens, params) for prompt in prompts]
     request_id = f"cmpl-{uuid.uuid4().hex}"
     jobs = tuple(
         Job(
@@ -72,8 +65,17 @@ async def plan_completion(state: ServerState, body: CompletionRequest) -> Plan:
     return Plan(jobs, form, body.stream, body.include_usage)
 
 
-async def _token_ids(state: ServerState, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
-    return await state.engine.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+async def _token_ids(state: ServerState, prompt: str | list[int], add_special_tokens: bool, params: SamplingParams) -> list[int]:
+    """The ids of one prompt, which would be admitted: no prompt of a request starts before all have been looked at."""
+    if isinstance(prompt, str):
+        await state.check_size(len(prompt), "prompt")
+        token_ids = await state.engine.encode(prompt, add_special_tokens)
+    else:
+        token_ids = prompt
+        await asyncio.sleep(0)
+    check = partial(check_request, state.engine.config, token_ids, params)
+    await asyncio.to_thread(check) if len(token_ids) > MANY_TOKENS else check()
+    return token_ids
 
 
 def _echo_text(state: ServerState, prompt: str | list[int], skip_special_tokens: bool) -> str:

@@ -1,16 +1,18 @@
 """Running the application: one socket, uvicorn, and an end in good order.
 
-Knows uvicorn and signals, no routes. The first SIGTERM or SIGINT stops accepting, lets open requests finish until a deadline and
-shuts the engine down; a second one ends at once. "Ready" is said when the engine runs and the socket listens, never before.
+Knows uvicorn and signals, no routes. The first SIGTERM or SIGINT stops accepting and lets open requests finish until a deadline;
+then the engine is stopped, which ends those still open with an error that their clients can read; a second signal ends at once.
+"Ready" is said when the engine runs and the socket listens, never before.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import FrameType
 
 import uvicorn
@@ -19,6 +21,8 @@ from starlette.types import ASGIApp
 from kvist.errors import ConfigError, KvistError
 
 DRAIN_SECONDS = 30
+LAST_WORDS_SECONDS = 5
+"""From the deadline until connections are cut: time for a step to end and for errors to be sent."""
 EXIT_FORCED = 1
 
 log = logging.getLogger("kvist.server")
@@ -56,14 +60,29 @@ def address_of(listener: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """uvicorn with a sentence when it is ready, a forced end on any second signal, and no signal raised again at the end."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], stop_engine: Callable[[], Awaitable[None]], drain_seconds: int
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._stop_engine = stop_engine
+        self._drain_seconds = drain_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and not self.should_exit:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        deadline = asyncio.create_task(self._end_open_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
+
+    async def _end_open_requests(self) -> None:
+        await asyncio.sleep(self._drain_seconds)
+        await self._stop_engine()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -76,20 +95,22 @@ def serve_app(
     listener: socket.socket,
     *,
     on_ready: Callable[[], None],
+    stop_engine: Callable[[], Awaitable[None]],
     log_level: str = "info",
     drain_seconds: int = DRAIN_SECONDS,
 ) -> int:
-    """Serve until a signal. The exit status: 0, or 1 when a second signal cut the end short."""
+    """Serve until a signal. The exit status: 0, or 1 when a second signal cut the end short. `stop_engine` is called where requests
+    are still open after `drain_seconds`, and has to end them; the application stops its engine itself otherwise."""
     config = uvicorn.Config(
         app,
         log_level="warning" if log_level == "info" else log_level,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=drain_seconds,
+        timeout_graceful_shutdown=drain_seconds + LAST_WORDS_SECONDS,
         timeout_keep_alive=75,
         lifespan="on",
     )
-    server = _Server(config, on_ready)
+    server = _Server(config, on_ready, stop_engine, drain_seconds)
     try:
         server.run(sockets=[listener])
     except OSError as error:

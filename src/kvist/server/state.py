@@ -6,17 +6,21 @@ first entry is the name that answers carry.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from kvist.errors import ContextLengthError
 from kvist.server.client import EngineClient
 from kvist.server.failures import unknown_model
 from kvist.server.logprobs import TokenLabels
 from kvist.server.metrics import Metrics
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
+SMALL_TEXT = 64 * 1024
+"""Characters that are tokenized without a look at what they may come to."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,27 @@ class ServerState:
     served_names: tuple[str, ...]
     created: int = field(default_factory=lambda: int(time.time()))
     ready: bool = False
+    _longest_token: int | None = None
+
+    async def check_size(self, num_characters: int, param: str) -> None:
+        """Refuse a text that is too long whatever its tokens are, before tokenizing it costs seconds. Raises ContextLengthError."""
+        limit = self.engine.config.effective_max_len
+        if num_characters <= SMALL_TEXT:
+            return
+        if self._longest_token is None:
+            self._longest_token = await asyncio.to_thread(self._measure_tokens)
+        at_least = num_characters // self._longest_token
+        if at_least > limit:
+            raise ContextLengthError(
+                f"The prompt has {num_characters} characters, so at least {at_least} tokens, and the context holds {limit}; "
+                "shorten the prompt.",
+                param=param,
+            )
+
+    def _measure_tokens(self) -> int:
+        """The most bytes, and so characters, that one token stands for."""
+        token_bytes, vocab_size = self.engine.tokenizer.token_bytes, self.engine.config.model.vocab_size
+        return max(1, *(len(token_bytes(token_id)) for token_id in range(vocab_size)))
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; a missing one means the model that is here. Raises Refusal (404)."""
