@@ -1,5 +1,9 @@
 #include "cpu_features.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 std::vector<std::string> kvist_cpu_features() {
   std::vector<std::string> found;
 #if defined(__x86_64__)
@@ -9,7 +13,8 @@ std::vector<std::string> kvist_cpu_features() {
   };
   note(__builtin_cpu_supports("avx2"), "avx2");
   note(__builtin_cpu_supports("fma"), "fma");
-  note(__builtin_cpu_supports("f16c"), "f16c");
+  unsigned a, b, c, d;
+  note(__get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C), "f16c");  // older compilers have no name for it
   note(__builtin_cpu_supports("avx512f"), "avx512f");
   note(__builtin_cpu_supports("avx512bw"), "avx512bw");
   note(__builtin_cpu_supports("avx512dq"), "avx512dq");

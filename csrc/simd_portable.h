@@ -156,15 +156,21 @@ inline H quad(const int8_t* a) {
   return H{a[0], a[1], a[2], a[3], a[0], a[1], a[2], a[3]};
 #endif
 }
+// Lanes of two vectors by number; Clang and GCC before 12 have no name for it in common.
+#if defined(__clang__)
+#define KVIST_SHUFFLE(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define KVIST_SHUFFLE(T, a, b, ...) __builtin_shuffle(a, b, T{__VA_ARGS__})
+#endif
 // Bytes of columns 0 and 1, then of columns 2 and 3, as int16.
 inline void widen(B v, H& first, H& second) {
   const B zero = {};
-  first = reinterpret_cast<H>(__builtin_shuffle(v, zero, B{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}));
-  second = reinterpret_cast<H>(__builtin_shuffle(v, zero, B{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}));
+  first = reinterpret_cast<H>(KVIST_SHUFFLE(B, v, zero, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+  second = reinterpret_cast<H>(KVIST_SHUFFLE(B, v, zero, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
 }
 // Two sums a column in each -> one a column.
 inline VI fold_columns(VI first, VI second) {
-  return __builtin_shuffle(first, second, VI{0, 2, 4, 6}) + __builtin_shuffle(first, second, VI{1, 3, 5, 7});
+  return KVIST_SHUFFLE(VI, first, second, 0, 2, 4, 6) + KVIST_SHUFFLE(VI, first, second, 1, 3, 5, 7);
 }
 
 template <int R>

@@ -110,6 +110,13 @@ inline Ints dpbusd_epi32(Ints sum, Ints a, Ints b) {
 
 }  // namespace emulated512
 
+// Macros in the compiler's own headers when it does not optimize.
+#undef _mm512_extractf32x8_ps
+#undef _mm512_cvtps_ph
+#undef _mm512_cmp_ps_mask
+#undef _mm512_slli_epi32
+#undef _mm512_srli_epi16
+
 #define __m512 emulated512::Floats
 #define __m512i emulated512::Ints
 #define _mm512_loadu_ps emulated512::loadu_ps

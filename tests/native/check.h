@@ -30,7 +30,7 @@ __attribute__((format(printf, 2, 3))) inline void check(bool ok, const char* wha
   std::exit(1);
 }
 
-// splitmix64 (Steele et al. 2014): the same numbers everywhere.
+// splitmix64 (Steele et al. 2014): the same numbers everywhere, provided that no expression draws twice.
 class Chance {
  public:
   explicit Chance(uint64_t seed) : state_(seed) {}

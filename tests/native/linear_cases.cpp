@@ -104,7 +104,10 @@ void formats_mix(Digest& digest) {
   ThreadPool pool(3);
   Chance chance(22);
   std::vector<Matrix> matrices;
-  for (const Kind& kind : kKinds) matrices.push_back(make_matrix(kind, 5 + chance.below(30), 64, chance.below(2) == 0, chance));
+  for (const Kind& kind : kKinds) {
+    const int n = 5 + chance.below(30);
+    matrices.push_back(make_matrix(kind, n, 64, n % 2 == 0, chance));
+  }
   const auto x = chance.floats(kMaxRows * 64);
   const Product all = check_values(pool, "mixed", matrices, x, Store::write);
   check_bits("mixed", matrices, x, all, Store::write);

@@ -47,7 +47,8 @@ void put(std::vector<uint8_t>& bytes, size_t index, T value) {
 // Any sign and fraction, exponents around one, and some subnormal.
 inline uint16_t random_f16(Chance& chance) {
   const int exponent = chance.below(8) == 0 ? 0 : 8 + chance.below(8);
-  return static_cast<uint16_t>(chance.below(2) << 15 | exponent << 10 | chance.below(1024));
+  const int sign_and_fraction = chance.below(2048);
+  return static_cast<uint16_t>((sign_and_fraction & 1024) << 5 | exponent << 10 | (sign_and_fraction & 1023));
 }
 
 // One scale or minimum: stores it and gives its value.
