@@ -144,7 +144,7 @@ void quantize_row(const float* x, int k, int8_t* q, float* scale, float* scaled_
   for (int g = 0; g < k / kGroup; ++g) {
     const F a = load(x + g * kGroup), b = load(x + g * kGroup + 16);
     const float largest = fold_max(max(abs(a), abs(b)));
-    const F inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    const F inverse = set1(largest >= 1e-30f ? 127.0f / largest : 0.0f);  // below, the quotient overflows
     const F low = set1(-127.0f), high = set1(127.0f);
     const I qa = round_to_int(min(max(mul(a, inverse), low), high));
     const I qb = round_to_int(min(max(mul(b, inverse), low), high));
