@@ -41,6 +41,20 @@ def test_ill_formed_bytes_show_when_that_is_certain() -> None:
     assert shown == ["", "", "", "\ufffda", "\ufffd", "b", "", ""]
 
 
+@pytest.mark.parametrize("half", [b"\xed\xa0", b"\xed\xbf"])
+def test_half_a_surrogate_is_no_beginning_of_a_character(half: bytes) -> None:
+    detokenizer = IncrementalDetokenizer(make(byte_level()))
+    assert [detokenizer.push([byte_id(byte)]) for byte in half + b"\x80\xed\x9f\xbf"] == [
+        "",
+        "\ufffd\ufffd",
+        "\ufffd",
+        "",
+        "",
+        "\ud7ff",
+    ]
+    assert IncrementalDetokenizer(make(byte_level())).push([byte_id(byte) for byte in half]) == "\ufffd\ufffd"
+
+
 def test_a_replacement_character_of_the_models_own_shows() -> None:
     detokenizer = IncrementalDetokenizer(make(byte_level()))
     assert [detokenizer.push([byte_id(byte)]) for byte in "\ufffd".encode()] == ["", "", "\ufffd"]

@@ -39,6 +39,11 @@ class IncrementalDetokenizer:
         """The text that these ids add; empty while a character is unfinished."""
         data = self._tokenizer.join_bytes(ids, skip_special_tokens=self._skip_special_tokens)
         text = self._decoder.decode(data)
+        held, _ = self._decoder.getstate()
+        if held[:1] == b"\xed" and held[1:] >= b"\xa0":
+            # Half a surrogate, which Python keeps for its own encoding of them; no character begins like this.
+            text += held.decode("utf-8", "replace")
+            self._decoder.reset()
         if self._strip and text:
             self._strip = False
             return text.removeprefix(" ")
