@@ -98,6 +98,16 @@ def test_a_file_error_names_the_file(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "kvist: /nonexistent/file: No such file or directory.\n"
 
 
+def test_a_full_disk_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        Path("/dev/full").write_text("x")
+
+    with pytest.raises(typer.Exit) as left:
+        cli.guarded(command)()
+    assert left.value.exit_code == 1
+    assert capsys.readouterr().err == "kvist: the disk is full; free some of it and try again.\n"
+
+
 def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
         raise KeyboardInterrupt

@@ -142,3 +142,14 @@ def test_a_stopped_engine_answers_503() -> None:
         for mode in (True, False):
             error = error_of(client.post(COMPLETIONS, json={"prompt": "a", "stream": mode}), 503)
             assert error["code"] == "engine_stopped"
+
+
+def test_openapi_describes_the_request_bodies(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path, name, fields in [(CHAT, "ChatRequest", {"messages", "user"}), (COMPLETIONS, "CompletionRequest", {"prompt", "echo"})]:
+        body = document["paths"][path]["post"]["requestBody"]
+        assert body["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert fields | {"temperature", "stream_options", "tools"} <= set(schemas[name]["properties"])
+    assert schemas["CompletionRequest"]["required"] == ["prompt"]
+    assert set(schemas["StreamOptions"]["properties"]) == {"include_usage", "include_obfuscation"}

@@ -7,6 +7,7 @@ summaries; what they do and which flags they take stays with them.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -49,8 +50,10 @@ COMMANDS = (
 def report(error: KvistError | OSError) -> int:
     """Print the one sentence and return the exit status."""
     message = str(error)
-    if isinstance(error, OSError) and error.filename:
-        message = f"{error.filename}: {error.strerror}."
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        message = f"{where}{'the disk is full; free some of it and try again' if full else error.strerror or error}."
     print(f"kvist: {message}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 1
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -15,6 +16,7 @@ from kvist.server import chat, completions, failures, health, metrics, models
 from kvist.server.auth import ApiKeyLayer
 from kvist.server.client import EngineClient
 from kvist.server.logprobs import TokenLabels
+from kvist.server.openapi import describe
 from kvist.server.state import ServerOptions, ServerState
 
 
@@ -44,6 +46,7 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None) -> Fa
     for room in (chat, completions, models, health, metrics):
         app.include_router(room.router)
     failures.install(app)
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
     if options.api_keys:
         app.add_middleware(ApiKeyLayer, keys=options.api_keys)
     return app
