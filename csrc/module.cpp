@@ -67,6 +67,7 @@ void check_rows(size_t rows, size_t width, size_t expected, const char* what) { 
 NB_MODULE(KVIST_MODULE, m) {
   using namespace KVIST_NAMESPACE;
   m.def("cpu_features", &kvist_cpu_features, "Instruction-set flags of this CPU that the builds ask for.");
+  nb::set_leak_warnings(false);  // handles may outlive the module at exit, which is no leak
   m.attr("kernel_version") = 1;
   m.attr("max_head_dim") = kMaxHeadDim;
 
