@@ -17,7 +17,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def small_server() -> Iterator[ServerThread]:
-    with serving(FakeEngine(config=config(max_num_seqs=2))) as server:
+    with serving(FakeEngine(config=config(max_num_seqs=2, max_model_len=8192, pool_tokens=16384))) as server:
         yield server
 
 
@@ -37,10 +37,12 @@ def test_a_running_request_is_aborted(small_server: ServerThread, path: str, mod
     engine = fake_of(small_server)
     aborted = len(engine.aborted)
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"prompt": "a"}
-    connection = send(small_server, path, {**prompt, **LONG, "stream": mode})
+    if not mode:
+        engine.hold()
+    connection = send(small_server, path, {**prompt, **LONG, "max_tokens": 4000, "stream": mode})
     if mode:
         assert connection.recv(20).startswith(b"HTTP/1.1 200")
-    engine.hold()
+        engine.hold()
     wait_until(lambda: engine.running == 1, "the request runs")
     connection.close()
     wait_until(lambda: engine.running == 0, "the engine is idle again, although no token came")
