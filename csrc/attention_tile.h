@@ -169,6 +169,16 @@ struct SpanTiles {
       values[t] = keys[t] + layer.kv_heads * per_head;
     }
   }
+
+  // Blocks lie anywhere, so the processor cannot guess where a sequence goes on.
+  void prefetch(int dim) const {
+    const size_t bytes = sizeof(T) * kKeyTile * static_cast<size_t>(dim);
+    for (int t = first; t < end; ++t)
+      for (size_t at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(keys[t]) + at);
+        __builtin_prefetch(reinterpret_cast<const char*>(values[t]) + at);
+      }
+  }
 };
 
 // Q vectors from `vector` on against one span.
@@ -229,6 +239,7 @@ void attend_partition(const QueryBlock& block, int partition, const State& state
   const int last = std::min(block.positions[block.rows - 1], (partition + 1) * kPartition - 1) / kSpan;
   for (int span = first; span <= last; ++span) {
     const SpanTiles<Kv> tiles(block, span);
+    if (span < last) SpanTiles<Kv>(block, span + 1).prefetch(layer.dim);
     for (int v = 0; v < vectors; v += kQueryTile) attend_tile<Kv>(block, v, std::min(kQueryTile, vectors - v), tiles, state.from(v));
   }
 }

@@ -1,7 +1,8 @@
 """The physical KV memory: one anonymous mapping of `num_blocks` blocks of opaque bytes. It decides nothing and knows no layout.
 
 Invariants: `blocks` is uint8 [num_blocks, block_bytes], starts on a memory page (so on a cache line), and takes physical memory
-only where it has been written; fresh blocks read as zeros. After `close` nobody may read or write it.
+only where it has been written (in huge pages, where the system has them); fresh blocks read as zeros. After `close` nobody may
+read or write it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class Arena:
                 f"The KV cache needs {size:,} bytes ({num_blocks} blocks of {block_bytes:,}) that this machine cannot map; "
                 "lower num_kv_blocks or kv_cache_memory."
             ) from error
+        # A sequence's blocks lie anywhere, and with small pages each costs a walk of the page table.
+        with contextlib.suppress(OSError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.blocks: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8).reshape(num_blocks, block_bytes)
         assert self.blocks.ctypes.data % ALIGNMENT == 0
 
