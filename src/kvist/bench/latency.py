@@ -16,15 +16,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvist.bench.measure import Generate, Measurement, Round, run_rounds
+from kvist.bench.measure import Generate, Measurement, run_rounds
 from kvist.bench.workloads import Work
 from kvist.config import EngineOptions
 from kvist.errors import EngineError
-
-
-def _milliseconds_per_token(work: Work, result: Round) -> float:
-    assert result.first_only is not None
-    return max(0.0, result.total - result.first_only) / work.new_tokens * 1e3
 
 
 def measure_latency(generate: Generate, works: Sequence[Work], rounds: int, vocab_size: int) -> list[Measurement]:
@@ -35,7 +30,7 @@ def measure_latency(generate: Generate, works: Sequence[Work], rounds: int, voca
         first = tuple(statistics.median(result.first_token) * 1e3 for result in results)
         measurements.append(Measurement(f"{work.name}.first_token", "ms", first))
         if work.counts == "decode":
-            each = tuple(_milliseconds_per_token(work, result) for result in results)
+            each = tuple(result.after_first / work.new_tokens * 1e3 for result in results)
             measurements.append(Measurement(f"{work.name}.per_token", "ms", each))
     return measurements
 

@@ -49,12 +49,15 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of a work took, in seconds: the whole run, the same prompts with one new token (decode works; else None),
-    and each request's time to its first token."""
+    """What one round of a work took, in seconds: the whole run, and each request's time to its first token."""
 
     total: float
-    first_only: float | None
     first_token: tuple[float, ...]
+
+    @property
+    def after_first(self) -> float:
+        """The part of the run in which every request had its first token."""
+        return self.total - max(self.first_token)
 
 
 def generator(llm: LLM) -> Generate:
@@ -76,17 +79,12 @@ def generator(llm: LLM) -> Generate:
 
 
 def run_round(generate: Generate, work: Work, rng: random.Random, vocab_size: int) -> Round:
-    """One round with fresh prompts; decode works run twice, once for the first token alone."""
-
-    def timed(new_tokens: int) -> tuple[float, list[RequestOutput]]:
-        prompts = draw_prompts(rng, work.num_requests, work.prompt_tokens, vocab_size)
-        start = time.perf_counter()
-        outputs = generate(prompts, new_tokens)
-        return time.perf_counter() - start, outputs
-
-    first_only = timed(1)[0] if work.counts == "decode" else None
-    total, outputs = timed(work.new_tokens + (work.counts == "decode"))
-    return Round(total, first_only, tuple(output.usage.time_to_first_token for output in outputs if output.usage))
+    """One round with fresh prompts."""
+    prompts = draw_prompts(rng, work.num_requests, work.prompt_tokens, vocab_size)
+    start = time.perf_counter()
+    outputs = generate(prompts, work.new_tokens + (work.counts == "decode"))
+    total = time.perf_counter() - start
+    return Round(total, tuple(output.usage.time_to_first_token for output in outputs if output.usage))
 
 
 def run_rounds(generate: Generate, work: Work, rounds: int, vocab_size: int, seed: int = SEED) -> list[Round]:

@@ -17,10 +17,7 @@ def tokens_per_second(work: Work, result: Round) -> float:
     if work.counts == "prefill":
         return work.num_requests * work.prompt_tokens / result.total
     if work.counts == "decode":
-        assert result.first_only is not None
-        # On a very short run noise can make the difference vanish; a whole-run rate is then the honest lower bound.
-        rest = result.total - result.first_only
-        return work.num_requests * work.new_tokens / (rest if rest > 0 else result.total)
+        return work.num_requests * work.new_tokens / result.after_first
     return work.num_requests * work.new_tokens / result.total
 
 

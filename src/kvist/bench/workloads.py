@@ -18,7 +18,7 @@ FIRST_TOKEN, LAST_TOKEN = 1000, 40000
 @dataclass(frozen=True)
 class Work:
     """`num_requests` requests of `prompt_tokens` in and `new_tokens` out. What counts is the prompt ("prefill"), the tokens after
-    the first ("decode"; the time of a run with one new token is taken off) or all new tokens over the whole time ("output")."""
+    the first ("decode"; the time to the first is taken off) or all new tokens over the whole time ("output")."""
 
     name: str
     counts: Literal["prefill", "decode", "output"]
