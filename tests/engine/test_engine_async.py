@@ -13,7 +13,7 @@ import pytest
 
 from helpers.tiny_engine import Collected, run_one, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
-from kvist.engine.streams import merge_deltas
+from kvist.engine.streams import Mailbox, Stream, merge_deltas
 from kvist.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
 
@@ -203,6 +203,20 @@ def test_two_loops_at_once(engine):
         tuple(run_one(tiny_engine(), [10, 20, 30], greedy()).token_ids)
     }
     assert len(results) == 3
+
+
+def test_a_wake_up_that_never_came_does_not_hide_a_closed_loop():
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+
+    async def open_stream() -> Stream:
+        return Stream(mailbox)
+
+    stream = loop.run_until_complete(open_stream())
+    assert mailbox.post([(stream, OutputDelta("r", 0, "a", (1,)))])
+    loop.close()
+    assert not mailbox.post([(stream, OutputDelta("r", 0, "b", (2,)))])
+    assert mailbox.wake_ups == 0
 
 
 def test_a_loop_that_is_gone_has_its_requests_aborted(engine):

@@ -45,6 +45,8 @@ class Mailbox:
 
     def post(self, deltas: Iterable[tuple[Stream, OutputDelta]], failed: Iterable[tuple[Stream, Exception]] = ()) -> bool:
         """Called on the engine thread. False when the loop is closed and nobody will read."""
+        if self.loop.is_closed():  # asked each time: a wake-up that is outstanding would otherwise hide it
+            return False
         with self.lock:
             for stream, delta in deltas:
                 stream.unread[delta.index] = (
