@@ -99,18 +99,21 @@ inline __m256i quad(const int8_t* a) {
   return _mm256_set1_epi32(v);
 }
 
+// The value is wanted in a register here. Without this the compiler makes all products of a group first, and spills them.
+inline void settle(__m256i& v) { asm("" : "+x"(v)); }
+
 // Eight products of 15 * 127, twice each, stay within int16 (30,480), so a whole group is added before it is widened.
 template <int R>
 inline void dot_w4(const uint8_t* w, const int8_t* a, long stride, VI (&dot)[R]) {
   const __m256i low = _mm256_set1_epi8(0x0f);
   for (int r = 0; r < R; ++r) dot[r] = _mm256_setzero_si256();
-#pragma GCC unroll 1  // unrolled, GCC makes all products first and spills them
   for (int i = 0; i < 4; ++i) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i));
     const __m256i lo = _mm256_and_si256(both, low);
     const __m256i hi = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
     for (int r = 0; r < R; ++r) dot[r] = _mm256_add_epi16(dot[r], _mm256_maddubs_epi16(lo, quad(a + r * stride + 4 * i)));
     for (int r = 0; r < R; ++r) dot[r] = _mm256_add_epi16(dot[r], _mm256_maddubs_epi16(hi, quad(a + r * stride + 16 + 4 * i)));
+    for (int r = 0; r < R; ++r) settle(dot[r]);
   }
   for (int r = 0; r < R; ++r) dot[r] = _mm256_madd_epi16(dot[r], _mm256_set1_epi16(1));
 }
@@ -120,7 +123,6 @@ template <int R>
 inline void dot_w8(const uint8_t* w, const int8_t* a, long stride, const int32_t*, long, VI (&dot)[R]) {
   const __m256i ones = _mm256_set1_epi16(1);
   for (int r = 0; r < R; ++r) dot[r] = _mm256_setzero_si256();
-#pragma GCC unroll 1
   for (int i = 0; i < 8; ++i) {
     const __m256i stored = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * i));
     const __m256i value = _mm256_xor_si256(stored, _mm256_set1_epi8(static_cast<char>(0x80)));
@@ -128,6 +130,7 @@ inline void dot_w8(const uint8_t* w, const int8_t* a, long stride, const int32_t
     for (int r = 0; r < R; ++r) {
       const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(quad(a + r * stride + 4 * i), value));
       dot[r] = _mm256_add_epi32(dot[r], _mm256_madd_epi16(pairs, ones));
+      settle(dot[r]);
     }
   }
 }
