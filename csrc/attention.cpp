@@ -135,8 +135,8 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
 
 void rope_write(ThreadPool& pool, const StepBatch& batch, const GroupTable& table, const AttentionLayer& layer, float* qkv) {
   const int dim = layer.dim, width = (layer.heads + 2 * layer.kv_heads) * dim;
-  pool.run(batch.rows, [&](long row, int) {
-    float* q = qkv + row * width;
+  const auto write = [&](int row) {
+    float* q = qkv + static_cast<long>(row) * width;
     float* k = q + layer.heads * dim;
     const long position = std::min<long>(batch.positions[row], layer.table_rows - 1);
     const float *cosine = layer.cosine + position * layer.half, *sine = layer.sine + position * layer.half;
@@ -152,6 +152,11 @@ void rope_write(ThreadPool& pool, const StepBatch& batch, const GroupTable& tabl
       case KvFormat::f16: return write_row<PlainKv<uint16_t>>(layer, table.slots[row], k, v);
       case KvFormat::f32: return write_row<PlainKv<float>>(layer, table.slots[row], k, v);
     }
+  };
+  // The keys of a tile share cache lines, so neighbours are better written by one thread.
+  pool.run((batch.rows + kKeyTile - 1) / kKeyTile, [&](long item, int) {
+    const int first = static_cast<int>(item) * kKeyTile;
+    for (int row = first; row < std::min(first + kKeyTile, batch.rows); ++row) write(row);
   });
 }
 

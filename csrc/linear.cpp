@@ -10,6 +10,8 @@ namespace KVIST_NAMESPACE {
 
 namespace {
 
+constexpr int kNearBytes = 16384;  // of int8 rows that a thread keeps in its first cache beside a panel of weights
+
 struct HalfScale {
   static V load_lanes(const void* p, size_t at) { return load_v_f16(static_cast<const uint16_t*>(p) + at); }
 };
@@ -118,6 +120,16 @@ long items_of(const ThreadPool& pool, const Segment& s) {
   return (s.panels() + step - 1) / step;
 }
 
+// Calls use(panel, row, row count) for the tiles of panels [panel, end): blocks of rows that stay in near memory go through all
+// panels before the next block.
+template <class Use>
+void each_tile(const Rows& rows, int panel, int end, Use use) {
+  const int block = std::max(8, kNearBytes / rows.k / kRowTile) * kRowTile;
+  for (int first = 0; first < rows.count; first += block)
+    for (int p = panel; p < end; ++p)
+      for (int row = first; row < std::min(first + block, rows.count); row += kRowTile) use(p, row, std::min(kRowTile, rows.count - row));
+}
+
 void finish_panel(const Segment& s, int panel, const float* y, float* out, Store how) {
   const int column = panel * kPanel, count = std::min(kPanel, s.n - column);
   for (int c = 0; c < count; ++c) {
@@ -196,13 +208,10 @@ void product(ThreadPool& pool, const std::vector<Segment>& segments, const Rows&
     const Segment& s = segments[at];
     const int step = panels_per_item(pool, s), end = std::min(s.panels(), static_cast<int>(item + 1) * step);
     alignas(64) float y[kRowTile][kPanel];
-    for (int panel = static_cast<int>(item) * step; panel < end; ++panel) {
-      for (int row = 0; row < rows.count; row += kRowTile) {
-        const int count = std::min(kRowTile, rows.count - row);
-        panel_product(s, panel, rows, row, count, y);
-        for (int r = 0; r < count; ++r) finish_panel(s, panel, y[r], to + (row + r) * ld, how);
-      }
-    }
+    each_tile(rows, static_cast<int>(item) * step, end, [&](int panel, int row, int count) {
+      panel_product(s, panel, rows, row, count, y);
+      for (int r = 0; r < count; ++r) finish_panel(s, panel, y[r], to + (row + r) * ld, how);
+    });
   });
 }
 
@@ -211,23 +220,20 @@ void gated_product(ThreadPool& pool, const Segment& gate, const Segment& up, con
   pool.run(items_of(pool, gate), [&](long item, int) {
     alignas(64) float g[kRowTile][kPanel], u[kRowTile][kPanel];
     const int end = std::min(gate.panels(), static_cast<int>(item + 1) * step);
-    for (int panel = static_cast<int>(item) * step; panel < end; ++panel) {
+    each_tile(rows, static_cast<int>(item) * step, end, [&](int panel, int row, int count) {
       const int column = panel * kPanel, width = std::min(kPanel, gate.n - column);
-      for (int row = 0; row < rows.count; row += kRowTile) {
-        const int count = std::min(kRowTile, rows.count - row);
-        panel_product(gate, panel, rows, row, count, g);
-        panel_product(up, panel, rows, row, count, u);
-        for (int r = 0; r < count; ++r) {
-          F a = load(g[r]), b = load(u[r]);
-          if (gate.bias) a = add(a, load_tail(gate.bias + column, width));
-          if (up.bias) b = add(b, load_tail(up.bias + column, width));
-          const F value = mul(silu(a), b);
-          float* to = h + static_cast<size_t>(row + r) * gate.n + column;
-          if (width == kPanel) store(to, value);
-          else store_tail(to, value, width);
-        }
+      panel_product(gate, panel, rows, row, count, g);
+      panel_product(up, panel, rows, row, count, u);
+      for (int r = 0; r < count; ++r) {
+        F a = load(g[r]), b = load(u[r]);
+        if (gate.bias) a = add(a, load_tail(gate.bias + column, width));
+        if (up.bias) b = add(b, load_tail(up.bias + column, width));
+        const F value = mul(silu(a), b);
+        float* to = h + static_cast<size_t>(row + r) * gate.n + column;
+        if (width == kPanel) store(to, value);
+        else store_tail(to, value, width);
       }
-    }
+    });
   });
 }
 
