@@ -202,8 +202,8 @@ def resolve(
     free_memory: int | None = None,
     served_model_name: str | None = None,
 ) -> EngineConfig:
-    """Options, model and machine to one frozen configuration. `isa`, `profile` and `num_threads` are those of the kernels chosen;
-    `free_memory` (bytes) is measured when it is not given. Raises ConfigError."""
+    """Options, model and machine to one frozen configuration. `isa` and `num_threads` are those of the kernels chosen, `profile` is
+    all that decides the bits besides the weights; `free_memory` (bytes) is measured when it is not given. Raises ConfigError."""
     check_options(options)
     if isa != "numpy" and model.head_dim % HEAD_MULTIPLE:
         raise ConfigError(

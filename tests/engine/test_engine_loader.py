@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvist
-from helpers.tiny_engine import ISAS, run_one, tiny_packed
+from helpers.tiny_engine import ISAS, run_one, tiny_engine, tiny_packed
 from helpers.tiny_models import write_tiny_gguf, write_tiny_hf
 from kvist.config import EngineOptions
 from kvist.engine import loader
@@ -153,3 +153,14 @@ def test_the_profile_and_the_weights_are_part_of_every_block_hash(tmp_path):
     keys = [make(path, **kind)[0].manager._key for kind in ({}, {"dtype": "bf16"}, {"quantization": "w8a8"}, {"isa": "numpy"})]
     assert len(set(keys)) == 4
     assert tiny_packed().key != tiny_packed("bf16").key
+
+
+def test_the_profile_names_build_weight_formats_and_kv_format():
+    """Two engines of one model with one profile must compute the same bits, so all that changes them is in it."""
+
+    def profile(**kind):
+        return tiny_engine(**kind).config.profile
+
+    build = select_ops("numpy", 1, warn=lambda message: None).profile
+    assert profile() == f"{build}/w4a8+w8a8/bf16"
+    assert profile(weights="f32", kv_cache_dtype="f16") == f"{build}/f32/f16"

@@ -105,7 +105,7 @@ _ENGINE: dict[str, Any] = {
         typer.Option(
             metavar="SIZE",
             rich_help_panel="Memory",
-            help="Size of the KV pool: bytes (2GiB, 2147483648) or a share of free memory (40%).",
+            help="Size of the KV pool: bytes (2GiB, 2147483648) or a share of free memory (40%, which is the default).",
         ),
     ],
     "max_num_seqs": Annotated[int, typer.Option(rich_help_panel="Scheduling", help="Most requests that run at once.")],

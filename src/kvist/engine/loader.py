@@ -87,7 +87,9 @@ def load(options: EngineOptions, *, report: Report | None = None) -> Loaded:
 
 def assemble(options: EngineOptions, packed: Packed, ops: Ops, tokenizer: Tokenizer, template: ChatTemplate | None) -> Loaded:
     """Size the pool, and bind the model to it. Raises ConfigError and ModelFormatError."""
-    config = resolve(options, packed.config, isa=ops.isa, profile=ops.profile, num_threads=ops.num_threads)
+    formats = "+".join(sorted({linear.format for linear in packed.linears.values()}))
+    profile = f"{ops.profile}/{formats}/{options.kv_cache_dtype}"
+    config = resolve(options, packed.config, isa=ops.isa, profile=profile, num_threads=ops.num_threads)
     key = make_key(packed.key, config.profile)
     manager = KVManager(
         config.spec,

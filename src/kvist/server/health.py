@@ -35,7 +35,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/version")
 async def version(request: Request) -> dict[str, Any]:
-    """The numeric profile: two servers with the same one give the same answers, bit for bit."""
+    """What runs here. Two servers of one model file and one numeric profile give the same answers, bit for bit."""
     config = state_of(request).engine.config
     return {
         "version": __version__,
