@@ -3,7 +3,6 @@
 // Knows neither models nor requests. The arrays behind a handle are kept alive by the Python side.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "attention.h"

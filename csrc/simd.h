@@ -18,8 +18,6 @@
 #include "simd_portable.h"
 #endif
 
-#include <limits>
-
 namespace KVIST_NAMESPACE {
 
 // e^x for each lane; relative error under 2e-7, exactly 1 at 0, exactly 0 below -87.3 (so a masked score of -inf weighs nothing).
