@@ -169,6 +169,51 @@ def test_end_ids_beyond_the_models_vocabulary_are_harmless():
     assert draw([0.0, 5.0, 1.0], SamplingParams(temperature=0, min_tokens=1), eos=frozenset({1, 99})) == 2
 
 
+def mask_of(allowed, vocab: int) -> np.ndarray:
+    """uint32 words in which the bits of `allowed` are set."""
+    words = np.zeros(-(-vocab // 32), np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+@pytest.mark.parametrize("vocab", [4, 31, 32, 33, 70])
+def test_a_mask_leaves_only_what_it_allows(vocab):
+    row = np.linspace(5, 0, vocab).astype(np.float32)
+    one = state(GREEDY, vocab=vocab)
+    assert one.plain_greedy
+    for allowed in ({1, 3}, {vocab - 1}, {2, vocab - 1}):
+        one.mask = mask_of(allowed, vocab)
+        assert not one.plain_greedy
+        assert sample(row[None], [one])[0].token_id == min(allowed)
+    for params in (SamplingParams(temperature=5), SamplingParams(top_p=0.99), SamplingParams(logit_bias={0: 100.0}, top_k=3)):
+        drawn = set()
+        for seed in range(100):
+            one = state(params, vocab=vocab, seed=seed)
+            one.mask = mask_of({1, 3}, vocab)
+            drawn.add(sample(row[None], [one])[0].token_id)
+        assert drawn == {1, 3}
+
+
+def test_a_mask_without_a_token_fails_its_row_alone():
+    states = [state(SamplingParams(temperature=t)) for t in (0, 0, 1)]
+    states[1].mask = states[2].mask = mask_of((), 4)
+    drawn = sample(np.float32([[0, 1, 2, 3]] * 3), states)
+    assert [one.error is None for one in drawn] == [True, False, False]
+    assert drawn[0].token_id == 3
+    assert "allows none" in drawn[1].error
+    states[1].mask = mask_of({0, 2}, 4)
+    assert sample(np.float32([[-np.inf, 1, np.nan, 3]]), states[1:2])[0].error is not None, "what it allows has no number"
+
+
+def test_logprobs_are_of_the_distribution_before_the_mask():
+    one = state(SamplingParams(temperature=0, logprobs=2), vocab=3)
+    one.mask = mask_of({0}, 3)
+    (drawn,) = sample(np.log(np.float32([[0.2, 0.5, 0.3]])), [one])
+    assert (drawn.token_id, drawn.logprob.rank) == (0, 3)
+    assert [token for token, _ in drawn.logprob.top] == [1, 2]
+
+
 def test_nan_is_never_drawn():
     assert draw([math.nan, 1, 2, math.nan], GREEDY) == 2
     assert support([math.nan, 1, 1, -math.inf], SamplingParams(), draws=50) == {1, 2}

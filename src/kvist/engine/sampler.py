@@ -5,8 +5,8 @@ never depend on the batch; only the plain greedy case is done for all rows at on
 uniform number is drawn per token, from a counter-based generator keyed by (seed, choice, position), and the token is found by
 inverse CDF in ascending order of ids. Ties go to the lowest id everywhere.
 
-The order of the steps is vLLM's: logit bias, minimum length, penalties, temperature, min-p, top-k, top-p. Log probabilities are
-those of the model's own distribution, before all of it. This module knows no text, no blocks and no scheduler.
+The order of the steps is vLLM's: logit bias, minimum length, penalties, mask, temperature, min-p, top-k, top-p. Log
+probabilities are those of the model's own distribution, before all of it. This module knows no text, no blocks and no scheduler.
 
 Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (Philox 4x64-10).
 """
@@ -59,6 +59,9 @@ class SamplingState:
     masked_until_min_tokens: tuple[int, ...]
     """EOS and stop ids: impossible while the output is shorter than `min_tokens`."""
     counts: TokenCounts | None = field(default=None)
+    mask: npt.NDArray[np.uint32] | None = None
+    """Which tokens may come next: bit `token % 32` of word `token // 32`, [ceil(vocabulary / 32)]; None for all. Looked up at each
+    draw, so its owner fills or replaces it between the steps. Log probabilities are of the distribution before it."""
 
     @classmethod
     def of(cls, request: Request, vocab_size: int) -> SamplingState:
@@ -81,7 +84,7 @@ class SamplingState:
     def plain_greedy(self) -> bool:
         """The most likely token of the raw logits: no step before it changes them."""
         params = self.request.sampling_params
-        return params.greedy and not params.logit_bias and self.counts is None and not self.masked
+        return params.greedy and not params.logit_bias and self.counts is None and not self.masked and self.mask is None
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -143,6 +146,8 @@ def sample_row(row: F32, state: SamplingState) -> int:
         _penalize(logits, state.counts, params)
         # A tiny or large factor leads beyond float32.
         logits = _finite(logits)
+    if state.mask is not None:
+        _allow(logits, state.mask)
     if params.greedy:
         return int(logits.argmax())
     logits -= logits.max()
@@ -199,6 +204,15 @@ def _penalize(logits: F32, counts: TokenCounts, params: SamplingParams) -> None:
         logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     seen = np.flatnonzero(counts.in_output)
     logits[seen] -= params.frequency_penalty * counts.in_output[seen] + params.presence_penalty
+
+
+def _allow(logits: F32, mask: npt.NDArray[np.uint32]) -> None:
+    """Rule out what the mask does not allow. Raises EngineError when nothing is left."""
+    assert len(mask) == -(-len(logits) // 32)
+    allowed = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")[: len(logits)]
+    logits[allowed == 0] = -np.inf
+    if logits.max() == -np.inf:
+        raise EngineError("No token is left for this request: the constraint on its output allows none that can be drawn.")
 
 
 def _kept(logits: F32, params: SamplingParams) -> Ids | None:
