@@ -17,6 +17,7 @@ from typing import Any, Literal
 from kvist.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+EventKind = Literal["waiting", "started", "preempted", "stalled", "swapped", "resumed"]
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -125,6 +126,35 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixMiss:
+    """Why a prefix hit ended where it did. `reason` is one of
+
+    * `never_seen`: the block at `position` was never in the cache;
+    * `not_found`: it is not there now, and whether it ever was is not recorded;
+    * `partial_block`: every whole block of the prompt was found, and only whole blocks are kept;
+    * `prompt_logprobs`: no lookup, as scores need each prompt token computed;
+    * `caching_off`: no lookup, as the engine keeps no prefixes.
+    """
+
+    reason: str
+    position: int
+    """The first prompt token that the hit does not cover: the prompt differs from all that is kept within the block that begins
+    here."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """What happened to a request on its way, recorded for those who asked (`Request.wants_events`). `details` are numbers and
+    short words, and name no other request."""
+
+    request_id: str
+    kind: EventKind
+    """waiting: not admitted in the step at which it could have been; started: admitted after that. preempted (its blocks were
+    taken) and stalled (it kept them, and got no more) end with resumed; swapped: its blocks moved to another tier."""
+    details: Mapping[str, int | float | str] = field(default_factory=dict)
+
+
 @dataclass
 class Request:
     """One sequence to generate (choice `choice` of a user's request), as the scheduler and the KV manager see it.
@@ -144,6 +174,8 @@ class Request:
     arrival_time: float = 0.0
     cache_salt: str = ""
     priority: int = 0
+    """Smaller is served earlier."""
+    wants_events: bool = False
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -153,6 +185,10 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     first_scheduled_time: float | None = None
+    stall_time: float = 0.0
+    """Seconds after the first admission in which it got no rows for want of blocks: preempted, or standing still."""
+    prefix_miss: PrefixMiss | None = None
+    """Set at the first admission."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -201,8 +237,14 @@ class RequestUsage:
     num_preemptions: int = 0
     queue_time: float = 0.0
     time_to_first_token: float = 0.0
-    prefix_lookup_skipped: bool = False
-    """True when the request asked for prompt logprobs, which need every prompt token computed."""
+    stall_time: float = 0.0
+    prefix_miss: PrefixMiss | None = None
+    """None where the request ended before it was admitted."""
+
+    @property
+    def prompt_tokens_by_source(self) -> dict[str, int]:
+        """They add up to the prompt."""
+        return {"computed": self.num_prompt_tokens - self.num_cached_tokens, "prefix_hit": self.num_cached_tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +265,8 @@ class OutputDelta:
     """In the last delta."""
     error: str | None = None
     """With finish_reason "error": what went wrong, for the client."""
+    events: tuple[RequestEvent, ...] = ()
+    """In the order in which they happened, before the delta's tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from helpers.tiny_engine import Collected, drain, run, run_one, tiny_engine, tra
 from helpers.tiny_models import EOS
 from kvist.engine.sampler import token_logprob
 from kvist.errors import ContextLengthError, InvalidRequestError
-from kvist.request import SamplingParams
+from kvist.request import PrefixMiss, SamplingParams
 
 PROMPT = [10, 20, 30, 40, 50]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -137,7 +137,9 @@ def test_prompt_logprobs_ignore_the_prefix_cache_and_say_so():
     second = run_one(engine, prompt, greedy(max_tokens=1))
     scored = run_one(engine, prompt, greedy(max_tokens=1, prompt_logprobs=0))
     assert [one.usage.num_cached_tokens for one in (first, second, scored)] == [0, 32, 0]
-    assert [one.usage.prefix_lookup_skipped for one in (first, second, scored)] == [False, False, True]
+    misses = [one.usage.prefix_miss for one in (first, second, scored)]
+    assert misses == [PrefixMiss("never_seen", 0), PrefixMiss("partial_block", 32), PrefixMiss("prompt_logprobs", 0)]
+    assert scored.usage.prompt_tokens_by_source == {"computed": 40, "prefix_hit": 0}
     assert first.token_ids == second.token_ids == scored.token_ids
     assert engine.snapshot().prompt_tokens_by_source == {"computed": 40 + 8 + 40, "prefix_hit": 32}
 

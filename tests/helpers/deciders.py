@@ -30,9 +30,10 @@ def make_request(
     salt: str = "",
     prompt_logprobs: int | None = None,
     priority: int = 0,
+    wants_events: bool = False,
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    return Request(request_id, list(prompt), params, max_tokens, cache_salt=salt, priority=priority)
+    return Request(request_id, list(prompt), params, max_tokens, cache_salt=salt, priority=priority, wants_events=wants_events)
 
 
 class Arena:

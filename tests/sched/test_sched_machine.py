@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from helpers.deciders import Sim
-from kvist.request import Request, RequestStatus
+from kvist.request import EventKind, Request, RequestStatus
 
 
 def alone(request: Request, windows: tuple[int | None, ...]) -> list[int]:
@@ -24,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     windows: ClassVar[tuple[int | None, ...]] = (None,)
     num_blocks: ClassVar[int] = 12
     use_cache: ClassVar[bool] = True
+    priorities: ClassVar[tuple[int, ...]] = (0,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +51,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 16),
         salt=st.sampled_from(["", "", "", "x"]),
         scored=st.booleans(),
+        data=st.data(),
     )
-    def add(self, prompt: list[int], max_tokens: int, salt: str, scored: bool) -> None:
+    def add(self, prompt: list[int], max_tokens: int, salt: str, scored: bool, data: st.DataObject) -> None:
         self.count += 1
-        self.sim.add(f"r{self.count}", prompt, max_tokens, salt=salt, prompt_logprobs=0 if scored and max_tokens == 0 else None)
+        priority = data.draw(st.sampled_from(self.priorities))
+        scores = 0 if scored and max_tokens == 0 else None
+        self.sim.add(f"r{self.count}", prompt, max_tokens, salt=salt, prompt_logprobs=scores, priority=priority, wants_events=True)
 
     @precondition(lambda self: self.live)
     @rule(times=st.integers(1, 6))
@@ -62,8 +66,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.live:
                 self.advance(self.oldest())
 
+    def in_order(self) -> list[str]:
+        """Who is here, by priority and then by arrival (the sort is stable)."""
+        return sorted(self.live, key=lambda name: self.sim.requests[name].priority)
+
     def oldest(self) -> Request:
-        return self.sim.requests[self.live[0]]
+        """The first of those that run; if none does, the first of all."""
+        running = self.sim.scheduler.running
+        return running[0] if running else self.sim.requests[self.in_order()[0]]
 
     def advance(self, oldest: Request) -> None:
         pending = {request.request_id: request.num_tokens - request.num_computed_tokens for request in self.sim.scheduler.running}
@@ -95,7 +105,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         self.sim.scheduler.check_invariants()
         waiting, running = self.sim.scheduler.waiting, self.sim.scheduler.running
-        assert [request.request_id for request in (*running, *waiting)] == self.live, "first come, first served"
+        if self.priorities == (0,):
+            assert [request.request_id for request in (*running, *waiting)] == self.live, "first come, first served"
+        for queue in (running, waiting):
+            names = {request.request_id for request in queue}
+            assert [request.request_id for request in queue] == [name for name in self.in_order() if name in names]
         assert all(request.status is RequestStatus.RUNNING for request in running)
 
     def teardown(self) -> None:
@@ -106,6 +120,24 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.output_token_ids == alone(request, self.windows)
         total = sum(request.num_cached_tokens for request in self.sim.requests.values() if request.first_scheduled_time is not None)
         assert self.sim.scheduler.stats().num_cached_tokens == total
+        for name, request in self.sim.requests.items():
+            check_story([event.kind for output in self.sim.outputs for event in output.events if event.request_id == name], request)
+
+
+def check_story(kinds: list[EventKind], request: Request) -> None:
+    """What was told of one request, from its arrival to its end."""
+    if kinds and kinds[0] == "waiting":
+        kinds = kinds[1:]
+        if kinds:
+            assert kinds[0] == "started"
+            kinds = kinds[1:]
+    assert kinds.count("preempted") == request.num_preemptions
+    held_up = False
+    for kind in kinds:
+        assert held_up if kind == "resumed" else kind in ("preempted", "stalled")
+        assert not (held_up and kind == "stalled"), "told twice"
+        held_up = kind != "resumed"
+    assert (request.stall_time > 0) == bool(kinds) or held_up
 
 
 class WindowedMachine(SchedulerMachine):
@@ -119,10 +151,15 @@ class NoCacheMachine(SchedulerMachine):
     use_cache: ClassVar[bool] = False
 
 
+class PriorityMachine(SchedulerMachine):
+    priorities: ClassVar[tuple[int, ...]] = (-(2**40), 0, 0, 1)
+
+
 TestScheduler = SchedulerMachine.TestCase
+TestPriority = PriorityMachine.TestCase
 TestWindowed = WindowedMachine.TestCase
 TestNoCache = NoCacheMachine.TestCase
-TestScheduler.settings = TestWindowed.settings = TestNoCache.settings = settings(
+TestScheduler.settings = TestPriority.settings = TestWindowed.settings = TestNoCache.settings = settings(
     max_examples=40, stateful_step_count=30, deadline=None
 )
 

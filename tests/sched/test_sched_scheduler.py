@@ -6,7 +6,7 @@ import pytest
 
 from helpers.deciders import Sim, make_request
 from kvist.errors import ContextLengthError
-from kvist.request import Request, RequestStatus
+from kvist.request import RequestStatus
 from kvist.sched.output import PreemptionRecord
 
 
@@ -238,13 +238,8 @@ def test_a_chunk_shrinks_to_the_blocks_that_are_free() -> None:
     assert (stats.num_stalls, stats.num_preemptions) == (1, 0)
 
 
-class ByPriority:
-    def key(self, request: Request) -> float:
-        return request.priority
-
-
 def test_a_row_that_was_given_already_is_taken_back_with_the_blocks() -> None:
-    sim = Sim(num_blocks=8, max_num_batched_tokens=33, policy=ByPriority())
+    sim = Sim(num_blocks=8, max_num_batched_tokens=33)
     sim.add("low", range(31), 30, priority=1)
     sim.step()
     sim.add("high", range(100, 196), 1)

@@ -157,7 +157,14 @@ class FakeEngine:
         return FakeSnapshot(self.running, self.waiting, blocks, dict(self.sources), self.generated, 0, self.generated, 0.5)
 
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        wants_events: bool = False,
     ) -> AsyncGenerator[list[OutputDelta], None]:
         budget = check_request(self.config, prompt_token_ids, params)
         if self._stopped:

@@ -152,4 +152,4 @@ def test_openapi_describes_the_request_bodies(client: httpx.Client) -> None:
         assert body["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}"}
         assert fields | {"temperature", "stream_options", "tools"} <= set(schemas[name]["properties"])
     assert schemas["CompletionRequest"]["required"] == ["prompt"]
-    assert set(schemas["StreamOptions"]["properties"]) == {"include_usage", "include_obfuscation"}
+    assert set(schemas["StreamOptions"]["properties"]) == {"include_usage", "continuous_usage_stats", "include_obfuscation"}

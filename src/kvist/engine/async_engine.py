@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +34,9 @@ class _Add:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    cache_salt: str
     stream: Stream
+    options: Mapping[str, Any]
+    """What else `Engine.add_request` takes."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,21 @@ class AsyncEngine:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        wants_events: bool = False,
     ) -> AsyncIterator[list[OutputDelta]]:
         """All deltas of the request at each wake-up, until each of its `n` choices has had its last. Raises InvalidRequestError
         before the first item, EngineStoppedError when the engine ends. Leaving the iterator early aborts the request."""
         check_request(self.config, prompt_token_ids, params)
         stream = Stream(self._mailbox(asyncio.get_running_loop()))
-        self._send(_Add(request_id, prompt_token_ids, params, cache_salt, stream))
+        options = {"cache_salt": cache_salt, "priority": priority, "wants_events": wants_events}
+        self._send(_Add(request_id, prompt_token_ids, params, stream, options))
         num_open = params.n
         try:
             while num_open:
@@ -188,11 +197,11 @@ class AsyncEngine:
 
     def _carry_out(self, command: _Command) -> None:
         match command:
-            case _Add(request_id, prompt_token_ids, params, cache_salt, stream):
+            case _Add(request_id, prompt_token_ids, params, stream, options):
                 try:
                     if request_id in self._streams:
                         raise InvalidRequestError(f"A request named {request_id!r} is already running.", param="request_id")
-                    self._engine.add_request(request_id, prompt_token_ids, params, cache_salt=cache_salt)
+                    self._engine.add_request(request_id, prompt_token_ids, params, **options)
                     self._streams[request_id] = stream
                 except KvistError as error:
                     stream.mailbox.post((), [(stream, error)])

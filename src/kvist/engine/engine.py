@@ -118,6 +118,8 @@ class Engine:
         *,
         arrival_time: float | None = None,
         cache_salt: str = "",
+        priority: int = 0,
+        wants_events: bool = False,
     ) -> None:
         """Queue a request. Raises InvalidRequestError or ContextLengthError, and then nothing has changed."""
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
@@ -139,6 +141,8 @@ class Engine:
                 choice=index,
                 arrival_time=arrival,
                 cache_salt=cache_salt,
+                priority=priority,
+                wants_events=wants_events,
             )
             output = ChoiceOutput.of(request_id, request, self.tokenizer)
             choices[request.request_id] = _Choice(request, output, SamplingState.of(request, self.config.model.vocab_size))
@@ -175,6 +179,7 @@ class Engine:
         counters, started = self._counters, self._clock()
         output = self.scheduler.schedule(started)
         counters.scheduler_seconds += self._clock() - started
+        deltas += [self._choices[event.request_id].output.tell(event) for event in output.events]
         if output.empty:
             return deltas + self._fail(list(self._choices), "The scheduler found nothing that can run.")
         try:

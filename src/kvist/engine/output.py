@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvist.request import FinishReason, OutputDelta, Request, RequestUsage, TokenLogprob
+from kvist.request import FinishReason, OutputDelta, Request, RequestEvent, RequestUsage, TokenLogprob
 from kvist.text.detokenizer import IncrementalDetokenizer
 from kvist.text.stop import StopChecker
 from kvist.text.tokenizer import Tokenizer
@@ -46,6 +46,10 @@ class ChoiceOutput:
             self.first_token_time = now
         text, reason, stop_reason = self._advance(token_id)
         return self._delta(text, (token_id,), (logprob,) if logprob else None, reason, stop_reason)
+
+    def tell(self, event: RequestEvent) -> OutputDelta:
+        """A delta that brings no token, only what has happened."""
+        return OutputDelta(self.user_request_id, self.request.choice, "", (), events=(event,))
 
     def finish(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
         """The last delta of a choice that ends without a new token: aborted, failed, or asked for none."""
@@ -106,5 +110,6 @@ class ChoiceOutput:
             num_preemptions=request.num_preemptions,
             queue_time=0.0 if scheduled is None else scheduled - request.arrival_time,
             time_to_first_token=0.0 if first is None else first - request.arrival_time,
-            prefix_lookup_skipped=request.wants_prompt_logprobs,
+            stall_time=request.stall_time,
+            prefix_miss=request.prefix_miss,
         )

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 
 from kvist.request import OutputDelta
 
+MAX_UNREAD_EVENTS = 64
+"""Of a choice whose reader is slow, the latest are kept."""
+
 
 def merge_deltas(first: OutputDelta, second: OutputDelta) -> OutputDelta:
     """Two successive deltas of one choice as one."""
@@ -30,6 +33,7 @@ def merge_deltas(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         stop_reason=second.stop_reason,
         usage=second.usage,
         error=second.error,
+        events=(first.events + second.events)[-MAX_UNREAD_EVENTS:] if second.events else first.events,
     )
 
 

@@ -23,7 +23,7 @@ from kvist.kv.block import BlockHash, extend_hashes, root_hash
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec, first_block
-from kvist.request import Request
+from kvist.request import PrefixMiss, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,17 @@ class KVManager:
                 if theirs.hashes[block] == record.hashes[block]:
                     return True
         return False
+
+    def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
+        """Why `match` covers no more of the prompt."""
+        if not self.enable_prefix_caching:
+            return PrefixMiss("caching_off", 0)
+        if request.wants_prompt_logprobs:
+            return PrefixMiss("prompt_logprobs", 0)
+        whole = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        if match.num_tokens >= whole:
+            return PrefixMiss("partial_block", match.num_tokens)
+        return PrefixMiss("not_found" if self._pool.num_evictions else "never_seen", match.num_tokens)
 
     def no_match(self) -> PrefixMatch:
         return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * self._num_groups)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from kvist.request import RequestEvent
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
@@ -45,6 +47,8 @@ class SchedulerOutput:
     preempted: tuple[PreemptionRecord, ...] = ()
     num_batched_tokens: int = 0
     num_waiting: int = 0
+    events: tuple[RequestEvent, ...] = ()
+    """Of the requests that want them."""
 
     @property
     def empty(self) -> bool:

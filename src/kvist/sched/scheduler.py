@@ -36,9 +36,9 @@ from itertools import pairwise
 from kvist.errors import ContextLengthError
 from kvist.kv.manager import KVManager, KVUsage
 from kvist.kv.prefix import PrefixMatch
-from kvist.request import FinishReason, Request, RequestStatus
+from kvist.request import EventKind, FinishReason, Request, RequestEvent, RequestStatus
 from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput
-from kvist.sched.policy import FirstComeFirstServed, Policy
+from kvist.sched.policy import Policy, PriorityThenArrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,9 @@ class _Job:
     key: tuple[float, int]
     num_prompt_logprobs: int = 0
     """Leading prompt rows whose logits the engine has had."""
+    held_up_since: float | None = None
+    """When it last ceased to get rows for want of blocks; None while it gets them."""
+    told_waiting: bool = False
 
     @property
     def pending(self) -> int:
@@ -78,13 +81,30 @@ class _Job:
 @dataclass(slots=True)
 class _Step:
     budget: int
+    now: float
     rows: dict[_Job, int] = field(default_factory=dict)
     preempted: list[PreemptionRecord] = field(default_factory=list)
     stalled: int = 0
+    events: list[RequestEvent] = field(default_factory=list)
+
+    def note(self, request: Request, kind: EventKind, **details: int | float | str) -> None:
+        if request.wants_events:
+            self.events.append(RequestEvent(request.request_id, kind, details))
 
     def give(self, job: _Job, rows: int) -> None:
         self.rows[job] = rows
         self.budget -= rows
+        if job.held_up_since is not None:
+            seconds, job.held_up_since = self.now - job.held_up_since, None
+            job.request.stall_time += seconds
+            self.note(job.request, "resumed", seconds=seconds, tokens_kept=job.request.num_computed_tokens)
+
+    def hold_up(self, job: _Job, kind: EventKind, **details: int) -> None:
+        """The job gets no rows, for want of blocks; told once, until it gets some again."""
+        if job.held_up_since is None or kind == "preempted":
+            self.note(job.request, kind, **details)
+        if job.held_up_since is None:
+            job.held_up_since = self.now
 
 
 def _key(job: _Job) -> tuple[float, int]:
@@ -110,13 +130,16 @@ class Scheduler:
         self._max_running = max_num_seqs
         self._budget = max_num_batched_tokens
         self._use_cache = use_cache
-        self._policy: Policy = policy or FirstComeFirstServed()
+        self._policy: Policy = policy or PriorityThenArrival()
         self.max_model_len = max_model_len
         self.pool_tokens = manager.spec.max_request_tokens(manager.num_blocks, max_model_len)
         self._jobs: dict[str, _Job] = {}
         self._running: list[_Job] = []
         self._waiting: list[_Job] = []
         self._in_flight: dict[str, _Job] = {}
+        self._newcomers: list[_Job] = []
+        """Those that want events and have not been through a step's admission."""
+        self._now = 0.0
         self._num_arrivals = 0
         self._step = 0
         self._num_batched_tokens = 0
@@ -156,6 +179,8 @@ class Scheduler:
         self._jobs[request.request_id] = job
         self._manager.add(request)
         insort(self._waiting, job, key=_key)
+        if request.wants_events:
+            self._newcomers.append(job)
 
     def abort(self, request_id: str) -> bool:
         """End a request at any moment, and give back all it holds. False if there is no such request (any more)."""
@@ -171,6 +196,8 @@ class Scheduler:
         del queue[bisect_left(queue, job.key, key=_key)]
         self._in_flight.pop(request_id, None)
         self._manager.free(job.request)
+        if job.held_up_since is not None:
+            job.request.stall_time += self._now - job.held_up_since
         job.request.status = RequestStatus.FINISHED
         job.request.finish_reason = reason
         job.request.stop_reason = stop_reason
@@ -179,11 +206,12 @@ class Scheduler:
         """Decide the next step. `update` (or `finish` of all that it schedules) comes before the next call."""
         assert not self._in_flight, "the last step has not been updated"
         self._step += 1
-        step = _Step(self._budget)
+        self._now = now
+        step = _Step(self._budget, now)
         self._advance_running(step, one_row=True)
         self._advance_running(step, one_row=False)
-        if not step.preempted:
-            self._admit(step, now)
+        obstacle = "blocks" if step.preempted else self._admit(step)
+        self._tell_newcomers(step, obstacle)
         self._num_stalls += step.stalled
         self._in_flight = {job.request.request_id: job for job in step.rows}
         return SchedulerOutput(
@@ -192,6 +220,7 @@ class Scheduler:
             preempted=tuple(step.preempted),
             num_batched_tokens=self._budget - step.budget,
             num_waiting=len(self._waiting),
+            events=tuple(step.events),
         )
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
@@ -257,6 +286,7 @@ class Scheduler:
                 rows = self._make_room(job, rows, step)
                 if rows == 0:
                     step.stalled += 1
+                    step.hold_up(job, "stalled")
                     continue
                 granted = self._manager.allocate(job.request, rows)
                 assert granted, "rows that fit are granted"
@@ -278,6 +308,7 @@ class Scheduler:
         step.budget += step.rows.pop(victim, 0)
         freed = self._manager.release(request)
         step.preempted.append(PreemptionRecord(request.request_id, cause.request.request_id, request.num_computed_tokens, freed))
+        step.hold_up(victim, "preempted", tokens_lost=request.num_computed_tokens)
         self._num_preemptions += 1
         self._num_tokens_lost += request.num_computed_tokens
         request.num_computed_tokens = 0
@@ -285,24 +316,37 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         insort(self._waiting, victim, key=_key)
 
-    def _admit(self, step: _Step, now: float) -> None:
+    def _admit(self, step: _Step) -> str:
+        """Start waiting requests in order; what the first that still waits lacks (of no meaning if none does)."""
         manager = self._manager
-        while self._waiting and len(self._running) < self._max_running and step.budget > 0:
+        while self._waiting:
+            if len(self._running) >= self._max_running:
+                return "seats"
+            if step.budget <= 0:
+                return "rows"
             job = self._waiting[0]
             match = manager.match(job.request) if self._use_cache else manager.no_match()
             if self._use_cache and manager.is_being_computed(job.request, match, (one.request for one in self._running)):
-                return
+                return "prefix"
             reserve = manager.watermark_blocks if self._running else 0
             if manager.blocks_to_admit(job.request, match) + reserve > manager.num_free_blocks:
-                return
+                return "blocks"
             del self._waiting[0]
-            self._start(job, match, now)
+            self._start(job, match, step)
             rows = manager.fit(job.request, min(job.pending, step.budget))
             granted = rows > 0 and manager.allocate(job.request, rows)
             assert granted, "a request is admitted only if its blocks are there"
             step.give(job, rows)
+        return ""
 
-    def _start(self, job: _Job, match: PrefixMatch, now: float) -> None:
+    def _tell_newcomers(self, step: _Step, obstacle: str) -> None:
+        for job in self._newcomers:
+            if job.request.status is RequestStatus.WAITING:
+                job.told_waiting = True
+                step.note(job.request, "waiting", ahead=bisect_left(self._waiting, job.key, key=_key), reason=obstacle)
+        self._newcomers.clear()
+
+    def _start(self, job: _Job, match: PrefixMatch, step: _Step) -> None:
         request = job.request
         self._manager.attach(request, match)
         request.num_computed_tokens = match.num_tokens
@@ -311,7 +355,10 @@ class Scheduler:
             request.num_cached_tokens = match.num_tokens
             self._num_prompt_tokens += request.num_prompt_tokens
             self._num_cached_tokens += match.num_tokens
-            request.first_scheduled_time = now
+            request.first_scheduled_time = step.now
+            request.prefix_miss = self._manager.explain_miss(request, match)
+            if job.told_waiting:
+                step.note(request, "started", seconds=step.now - request.arrival_time, tokens_cached=match.num_tokens)
         request.status = RequestStatus.RUNNING
         insort(self._running, job, key=_key)
 

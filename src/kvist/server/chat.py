@@ -40,7 +40,7 @@ async def create_chat_completion(request: Request) -> Response:
     state = state_of(request)
     with state.metrics.begin("chat") as record:
         body = await read_body(request, state.options.max_body_bytes, partial(parse_request, ChatRequest))
-        return GenerationResponse(state.engine, await plan_chat(state, body), record)
+        return GenerationResponse(state, await plan_chat(state, body), record)
 
 
 async def plan_chat(state: ServerState, body: ChatRequest) -> Plan:
@@ -65,9 +65,9 @@ async def plan_chat(state: ServerState, body: ChatRequest) -> Plan:
         **body.chat_template_kwargs,
     )
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job = Job(request_id, token_ids, params, body.cache_salt or "")
+    job = Job(request_id, token_ids, params, body.cache_salt or "", priority=body.priority)
     form = ChatFormat(request_id, model, state.engine.config.profile, state.labels, body)
-    return Plan((job,), form, body.stream, body.include_usage)
+    return Plan((job,), form, body.stream, body.usage_in_stream)
 
 
 def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -143,22 +143,21 @@ class ChatFormat:
         self._common = {"id": request_id, "created": int(time.time()), "model": model, "system_fingerprint": profile}
         self._chunk = {"object": "chat.completion.chunk", **self._common}
         self._head = dumps(self._chunk)[:-1] + ',"choices":[{"index":'
-        self._tail = '}],"usage":null}' if body.include_usage else "}]}"
         self._labels = labels
         self._logprobs = body.logprobs
         self._started: set[int] = set()
 
-    def events(self, choice: int, delta: OutputDelta) -> Iterator[str]:
+    def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:
         head = f"{self._head}{choice}"
         if choice not in self._started:
             self._started.add(choice)
-            yield f'{head},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null{self._tail}'
+            yield f'{head},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null{tail}'
         if delta.text or delta.logprobs:
             logprobs = dumps(self._content_logprobs(delta.logprobs or ())) if self._logprobs else "null"
-            yield f'{head},"delta":{{"content":{dumps(delta.text)}}},"logprobs":{logprobs},"finish_reason":null{self._tail}'
+            yield f'{head},"delta":{{"content":{dumps(delta.text)}}},"logprobs":{logprobs},"finish_reason":null{tail}'
         if delta.finish_reason is not None:
             end = f'"finish_reason":{dumps(delta.finish_reason)},"stop_reason":{dumps(delta.stop_reason)}'
-            yield f'{head},"delta":{{}},"logprobs":null,{end}{self._tail}'
+            yield f'{head},"delta":{{}},"logprobs":null,{end}{tail}'
 
     def usage_event(self, usage: dict[str, Any]) -> str:
         return dumps({**self._chunk, "choices": [], "usage": usage})

@@ -68,7 +68,14 @@ class EngineClient(Protocol):
     async def shutdown(self) -> None: ...
 
     def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        wants_events: bool = False,
     ) -> AsyncIterator[list[OutputDelta]]:
         """All deltas of one wake-up at a time. Raises InvalidRequestError before the first item; leaving early aborts."""
         ...

@@ -36,7 +36,7 @@ async def create_completion(request: Request) -> Response:
     state = state_of(request)
     with state.metrics.begin("completions") as record:
         body = await read_body(request, state.options.max_body_bytes, partial(parse_request, CompletionRequest))
-        return GenerationResponse(state.engine, await plan_completion(state, body), record)
+        return GenerationResponse(state, await plan_completion(state, body), record)
 
 
 async def plan_completion(state: ServerState, body: CompletionRequest) -> Plan:
@@ -58,11 +58,12 @@ async def plan_completion(state: ServerState, body: CompletionRequest) -> Plan:
             params,
             body.cache_salt or "",
             _echo_text(state, prompt, body.skip_special_tokens) if body.echo else "",
+            body.priority,
         )
         for i, (prompt, token_ids) in enumerate(zip(prompts, encoded, strict=True))
     )
     form = CompletionFormat(request_id, model, state.engine.config.profile, state.labels, body, jobs)
-    return Plan(jobs, form, body.stream, body.include_usage)
+    return Plan(jobs, form, body.stream, body.usage_in_stream)
 
 
 async def _token_ids(state: ServerState, prompt: str | list[int], add_special_tokens: bool, params: SamplingParams) -> list[int]:
@@ -101,26 +102,25 @@ class CompletionFormat:
             "system_fingerprint": profile,
         }
         self._head = dumps(self._common)[:-1] + ',"choices":[{"index":'
-        self._tail = '}],"usage":null}' if body.include_usage else "}]}"
         self._body = body
         self._jobs = jobs
         self._labels = labels
         self._open: dict[int, CompletionLogprobs] = {}
         self._started: set[int] = set()
 
-    def events(self, choice: int, delta: OutputDelta) -> Iterator[str]:
+    def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:
         if choice not in self._started:
             self._started.add(choice)
             if self._body.echo:
                 logprobs = self._prompt_piece(choice, delta.prompt_logprobs)
-                yield self._chunk(choice, self._job(choice).text, "null" if logprobs is None else dumps(logprobs))
+                yield self._chunk(choice, self._job(choice).text, "null" if logprobs is None else dumps(logprobs), tail)
         if delta.text or delta.logprobs:
             wanted = self._body.logprobs is not None
             logprobs_text = dumps(self._writer(choice).output(delta.logprobs or ())) if wanted else "null"
-            yield self._chunk(choice, delta.text, logprobs_text)
+            yield self._chunk(choice, delta.text, logprobs_text, tail)
         if delta.finish_reason is not None:
             end = f'"finish_reason":{dumps(delta.finish_reason)},"stop_reason":{dumps(delta.stop_reason)}'
-            yield f'{self._head}{choice},"text":"","logprobs":null,{end}{self._tail}'
+            yield f'{self._head}{choice},"text":"","logprobs":null,{end}{tail}'
 
     def usage_event(self, usage: dict[str, Any]) -> str:
         return dumps({**self._common, "choices": [], "usage": usage})
@@ -141,8 +141,8 @@ class CompletionFormat:
             "usage": usage,
         }
 
-    def _chunk(self, choice: int, text: str, logprobs: str) -> str:
-        return f'{self._head}{choice},"text":{dumps(text)},"logprobs":{logprobs},"finish_reason":null{self._tail}'
+    def _chunk(self, choice: int, text: str, logprobs: str, tail: str) -> str:
+        return f'{self._head}{choice},"text":{dumps(text)},"logprobs":{logprobs},"finish_reason":null{tail}'
 
     def _job(self, choice: int) -> Job:
         return self._jobs[choice // self._body.n]

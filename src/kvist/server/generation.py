@@ -35,32 +35,7 @@ class Job:
     cache_salt: str = ""
     text: str = ""
     """What `echo` shows of the prompt."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """Token counts of one request, as `usage` has them: a prompt counts once, whatever `n` is, with its first choice's hit."""
-
-    prompt_tokens: int
-    cached_tokens: int = 0
-    _generated: dict[int, int] = field(default_factory=dict)
-
-    def add(self, choice: int, delta: OutputDelta) -> None:
-        count = self._generated.get(choice, 0) + len(delta.token_ids)
-        if delta.usage is not None:
-            count = delta.usage.num_output_tokens
-            if delta.index == 0:
-                self.cached_tokens += delta.usage.num_cached_tokens
-        self._generated[choice] = count
-
-    def usage(self) -> dict[str, Any]:
-        completion_tokens = sum(self._generated.values())
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": self.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -87,9 +62,9 @@ class Collected:
         return "".join(self.parts)
 
 
-def deltas(engine: EngineClient, jobs: Sequence[Job]) -> AsyncGenerator[Batch, None]:
+def deltas(engine: EngineClient, jobs: Sequence[Job], *, wants_events: bool = False) -> AsyncGenerator[Batch, None]:
     """What the engine says per wake-up, with choice indices. Raises what the engine raises."""
-    return _one(engine, jobs[0], 0) if len(jobs) == 1 else _many(engine, jobs)
+    return _one(engine, jobs[0], 0, wants_events) if len(jobs) == 1 else _many(engine, jobs, wants_events)
 
 
 def raise_if_failed(delta: OutputDelta) -> None:
@@ -100,8 +75,15 @@ def raise_if_failed(delta: OutputDelta) -> None:
         raise EngineStoppedError("The request was aborted because the server is shutting down.")
 
 
-async def _one(engine: EngineClient, job: Job, first_index: int) -> AsyncGenerator[Batch, None]:
-    source = engine.generate(job.request_id, job.token_ids, job.params, cache_salt=job.cache_salt)
+async def _one(engine: EngineClient, job: Job, first_index: int, wants_events: bool) -> AsyncGenerator[Batch, None]:
+    source = engine.generate(
+        job.request_id,
+        job.token_ids,
+        job.params,
+        cache_salt=job.cache_salt,
+        priority=job.priority,
+        wants_events=wants_events,
+    )
     try:
         async for items in source:
             yield [(first_index + delta.index, delta) for delta in items]
@@ -109,12 +91,12 @@ async def _one(engine: EngineClient, job: Job, first_index: int) -> AsyncGenerat
         await _close(source)
 
 
-async def _many(engine: EngineClient, jobs: Sequence[Job]) -> AsyncGenerator[Batch, None]:
+async def _many(engine: EngineClient, jobs: Sequence[Job], wants_events: bool) -> AsyncGenerator[Batch, None]:
     """Several prompts at once, each pumped by a task of its own; None in the queue says that one is done."""
     queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue()
 
     async def pump(job: Job, first_index: int) -> None:
-        source = _one(engine, job, first_index)
+        source = _one(engine, job, first_index, wants_events)
         try:
             async for batch in source:
                 queue.put_nowait(batch)

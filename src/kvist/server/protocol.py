@@ -6,7 +6,7 @@ OpenAI. Wrong types are never converted: `"temperature": "0.5"` is a mistake, no
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
@@ -14,6 +14,8 @@ from kvist.errors import InvalidRequestError
 from kvist.request import MAX_LOGPROBS, SamplingParams
 
 MAX_PROMPTS = 1024
+
+UsageInStream = Literal["none", "last", "every chunk"]
 
 HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Fields that describe the caller and change no answer; accepted and not used."""
@@ -68,6 +70,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: every chunk carries the usage of its choice so far."""
     include_obfuscation: bool = False
 
     @model_validator(mode="after")
@@ -75,6 +79,11 @@ class StreamOptions(BaseModel):
         if self.include_obfuscation:
             raise InvalidRequestError(
                 "stream_options.include_obfuscation is not offered; leave it out.", param="stream_options.include_obfuscation"
+            )
+        if self.continuous_usage_stats and not self.include_usage:
+            raise InvalidRequestError(
+                "stream_options.continuous_usage_stats needs stream_options.include_usage to be true.",
+                param="stream_options.continuous_usage_stats",
             )
         return self
 
@@ -104,6 +113,8 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    priority: int = Field(default=0, ge=-(2**63), le=2**63 - 1)
+    """vLLM's: smaller is served earlier."""
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -112,8 +123,11 @@ class GenerationRequest(BaseModel):
         return self
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_in_stream(self) -> UsageInStream:
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return "none"
+        return "every chunk" if options.continuous_usage_stats else "last"
 
     def sampling(
         self, vocab_size: int, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None

@@ -17,6 +17,7 @@ from kvist.server.client import EngineClient
 from kvist.server.failures import unknown_model
 from kvist.server.logprobs import TokenLabels
 from kvist.server.metrics import Metrics
+from kvist.server.sse import KEEP_ALIVE_SECONDS
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 SMALL_TEXT = 64 * 1024
@@ -30,6 +31,8 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS
+    """How long a stream is silent before it says that it lives."""
 
 
 @dataclass

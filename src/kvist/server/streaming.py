@@ -1,8 +1,9 @@
 """Answers, streamed as server-sent events or whole: one response class for both, and for both routes.
 
-Knows SSE and ASGI; what a chunk or an answer looks like is the `Format`'s. A response starts only once the engine has accepted
-every prompt and said something, so that a refusal is a plain 400. Events: one `data: <json>` line and a blank line each, all
-those of one wake-up in one write, `[DONE]` last; an error in mid-stream is an event with the error object, and nothing after it.
+Knows ASGI; how events are written is `sse`'s, what a chunk or an answer looks like is the `Format`'s. A response starts only once
+the engine has accepted every prompt and said something (or has been silent for long), so that a refusal is a plain 400. All chunks
+of one wake-up go out in one write, `[DONE]` last; an error in mid-stream is an event with the error object, and nothing after it.
+With the header `X-Kvist-Events: 1`, what happens to a request on its way is a comment in its stream, or a list in its usage.
 """
 
 from __future__ import annotations
@@ -13,20 +14,26 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvist.errors import InvalidRequestError, KvistError
 from kvist.request import OutputDelta
-from kvist.server.client import EngineClient
 from kvist.server.failures import error_body
-from kvist.server.generation import Batch, ClientGone, Collected, Job, Tally, deltas, raise_if_failed, unless_gone
+from kvist.server.generation import Batch, ClientGone, Collected, Job, deltas, raise_if_failed, unless_gone
 from kvist.server.metrics import RequestRecord
+from kvist.server.protocol import UsageInStream
+from kvist.server.sse import DONE, EventStream, comment, event
+from kvist.server.state import ServerState
+from kvist.server.usage import Tally
 
 log = logging.getLogger("kvist.server")
 
 dumps = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 """ASCII only: no client can split a line inside a character, or at one that it takes for a line's end."""
+
+EVENTS_HEADER = "x-kvist-events"
 
 
 class Format(Protocol):
@@ -35,8 +42,8 @@ class Format(Protocol):
     prompt_param: str
     """The field that a mistake in the prompt is blamed on."""
 
-    def events(self, choice: int, delta: OutputDelta) -> Iterable[str]:
-        """The JSON of the chunks that a delta makes."""
+    def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterable[str]:
+        """The JSON of the chunks that a delta makes. `tail` closes each: choice, list and usage."""
         ...
 
     def usage_event(self, usage: dict[str, Any]) -> str: ...
@@ -51,7 +58,7 @@ class Plan:
     jobs: tuple[Job, ...]
     format: Format
     stream: bool
-    include_usage: bool
+    usage_in_stream: UsageInStream
 
     @property
     def choices_per_job(self) -> int:
@@ -61,14 +68,17 @@ class Plan:
 class GenerationResponse(Response):
     """Runs a plan and sends what comes of it. Raises the engine's refusals while nothing has been sent."""
 
-    def __init__(self, engine: EngineClient, plan: Plan, record: RequestRecord) -> None:
+    def __init__(self, state: ServerState, plan: Plan, record: RequestRecord) -> None:
         super().__init__()
-        self._engine = engine
+        self._state = state
         self._plan = plan
         self._record = record
-        self._tally = Tally(sum(len(job.token_ids) for job in plan.jobs))
+        sizes = tuple(len(job.token_ids) for job in plan.jobs)
+        self._tally = Tally(sum(sizes), sizes, plan.choices_per_job)
+        self._wants_events = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._wants_events = _wants_events(scope)
         work = self._stream(send) if self._plan.stream else self._whole(scope, receive, send)
         try:
             with self._record:
@@ -81,34 +91,41 @@ class GenerationResponse(Response):
             raise
 
     async def _stream(self, send: Send) -> None:
-        batches = self._batches()
+        batches, stream = self._batches(), EventStream(send, self._state.options.keep_alive_seconds)
         try:
-            batch = await anext(batches, None)
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-            try:
-                while batch is not None:
-                    await self._write(send, self._chunks(batch))
-                    batch = await anext(batches, None)
-                last = [self._plan.format.usage_event(self._tally.usage())] if self._plan.include_usage else []
-                await self._write(send, [*last, "[DONE]"])
-                self._record.end("completed")
-            except Exception as error:
-                if not isinstance(error, KvistError):
-                    log.exception("a stream failed")
-                await self._write(send, [dumps(error_body(error))])
-                self._record.end("failed")
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async for batch in batches:
+                await stream.write(self._pieces(batch))
+            last = [] if self._plan.usage_in_stream == "none" else [event(self._plan.format.usage_event(self._tally.usage()))]
+            await stream.write([*last, DONE])
+            self._record.end("completed")
+        except Exception as error:
+            if not stream.started:
+                raise
+            if not isinstance(error, KvistError):
+                log.exception("a stream failed")
+            await stream.write([event(dumps(error_body(error)))])
+            self._record.end("failed")
         finally:
+            stream.close()
             await batches.aclose()
+        await stream.end()
 
-    def _chunks(self, batch: Batch) -> list[str]:
-        return [event for choice, delta in batch for event in self._plan.format.events(choice, delta)]
+    def _pieces(self, batch: Batch) -> list[str]:
+        pieces: list[str] = []
+        for choice, delta in batch:
+            for happened in delta.events:
+                pieces.append(comment(f"kvist {dumps(self._tally.happened(choice, happened))}"))
+            if delta.token_ids or delta.finish_reason is not None:
+                pieces += map(event, self._plan.format.events(choice, delta, self._tail(choice)))
+        return pieces
 
-    @staticmethod
-    async def _write(send: Send, events: list[str]) -> None:
-        if events:
-            body = "".join([f"data: {event}\n\n" for event in events]).encode("ascii")
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+    def _tail(self, choice: int) -> str:
+        match self._plan.usage_in_stream:
+            case "none":
+                return "}]}"
+            case "last":
+                return '}],"usage":null}'
+        return f'}}],"usage":{dumps(self._tally.so_far(choice))}}}'
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = [Collected() for _ in range(len(self._plan.jobs) * self._plan.choices_per_job)]
@@ -117,6 +134,8 @@ class GenerationResponse(Response):
             async for batch in batches:
                 for index, delta in batch:
                     choices[index].add(delta)
+                    for happened in delta.events:
+                        self._tally.happened(index, happened)
         finally:
             await batches.aclose()
         body = dumps(self._plan.format.answer(choices, self._tally.usage()))
@@ -125,7 +144,7 @@ class GenerationResponse(Response):
 
     async def _batches(self) -> AsyncGenerator[Batch, None]:
         """The engine's deltas, counted."""
-        source = deltas(self._engine, self._plan.jobs)
+        source = deltas(self._state.engine, self._plan.jobs, wants_events=self._wants_events)
         try:
             async for batch in source:
                 for choice, delta in batch:
@@ -143,8 +162,8 @@ class GenerationResponse(Response):
             self._record.choice_finished(delta.finish_reason, None if delta.usage is None else delta.usage.queue_time)
 
 
-_EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+def _wants_events(scope: Scope) -> bool:
+    value = Headers(scope=scope).get(EVENTS_HEADER, "0")
+    if value not in ("0", "1"):
+        raise InvalidRequestError("The header X-Kvist-Events is 0 or 1.", param="X-Kvist-Events")
+    return value == "1"

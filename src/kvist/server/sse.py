@@ -1,0 +1,79 @@
+"""Server-sent events on one response: chunks, comments, and a sign of life after a long silence.
+
+Knows ASGI's `send`, no JSON. The response starts with the first thing that is written, so that a refusal before it can be a plain
+answer. Invariants: what one `write` brings goes out as one piece; a comment never lands inside one; after `close` nothing is sent.
+A keep-alive comment comes only after `silence` seconds without anything else: some clients choke on comments, and some proxies
+close what stays silent. One timer a stream looks at
+the time of the last word; a chunk costs no timer of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from starlette.types import Send
+
+KEEP_ALIVE_SECONDS = 15.0
+DONE = "data: [DONE]\n\n"
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class EventStream:
+    def __init__(self, send: Send, silence: float = KEEP_ALIVE_SECONDS) -> None:
+        self._send = send
+        self._silence = silence
+        self.started = False
+        self._writing = False
+        self._loop = asyncio.get_running_loop()
+        self._last_word = self._loop.time()
+        self._timer = self._loop.call_later(silence, self._look)
+        self._keep_alive: asyncio.Task[None] | None = None
+
+    async def write(self, pieces: Iterable[str]) -> None:
+        """Whole events and comments, ASCII; with none the response only starts."""
+        self._writing = True
+        await self._write("".join(pieces).encode("ascii"))
+        self._writing = False
+        self._last_word = self._loop.time()
+
+    async def end(self) -> None:
+        self.close()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
+
+    async def _write(self, body: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        if body:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _look(self) -> None:
+        """Say something if all has been silent for long, and no word is on its way to a slow reader."""
+        now = self._loop.time()
+        left = self._last_word + self._silence - now
+        if left <= 0:
+            left, self._last_word = self._silence, now
+            if not self._writing and (self._keep_alive is None or self._keep_alive.done()):
+                self._keep_alive = self._loop.create_task(self._write(_KEEP_ALIVE))
+        self._timer = self._loop.call_later(left, self._look)
+
+
+def event(data: str) -> str:
+    """One line of JSON as an event."""
+    return f"data: {data}\n\n"
+
+
+def comment(text: str) -> str:
+    return f": {text}\n\n"
