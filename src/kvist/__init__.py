@@ -27,7 +27,15 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from kvist.request import CompletionOutput, OutputDelta, RequestOutput, RequestUsage, SamplingParams, TokenLogprob
+    from kvist.request import (
+        CompletionOutput,
+        OutputDelta,
+        RequestOutput,
+        RequestUsage,
+        SamplingParams,
+        StructuredOutputsParams,
+        TokenLogprob,
+    )
 
 __version__ = "0.1.0"
 
@@ -50,7 +58,15 @@ _HOMES = {
         "UnsupportedModelError",
         "UsageError",
     ),
-    "kvist.request": ("CompletionOutput", "OutputDelta", "RequestOutput", "RequestUsage", "SamplingParams", "TokenLogprob"),
+    "kvist.request": (
+        "CompletionOutput",
+        "OutputDelta",
+        "RequestOutput",
+        "RequestUsage",
+        "SamplingParams",
+        "StructuredOutputsParams",
+        "TokenLogprob",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -75,6 +91,7 @@ __all__ = [
     "RequestOutput",
     "RequestUsage",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenLogprob",
     "UnsupportedModelError",
     "UsageError",

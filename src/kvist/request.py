@@ -9,10 +9,11 @@ This module knows nothing of blocks, text or arrays. Invariants:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from kvist.errors import InvalidRequestError
 
@@ -22,6 +23,8 @@ EventKind = Literal["waiting", "started", "preempted", "stalled", "swapped", "re
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+STRUCTURED_OUTPUTS = "structured_outputs"
+"""The stop reason, with finish reason "error", of a choice whose form could not be followed to its end: its client's mistake."""
 
 
 def _inside(value: float, low: float, high: float, name: str, *, open_low: bool = False) -> None:
@@ -41,6 +44,92 @@ def _tuple(value: Iterable[Any] | None, name: str) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable | None):
         raise InvalidRequestError(f"{name} takes a list, not {value!r}.", param=name)
     return tuple(value or ())
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form that an output must have, in vLLM's words: exactly one of `json`, `json_object`, `regex`, `choice` and `grammar`.
+
+    `json` is a JSON schema (an object, true, or its text); `json_object` asks for any JSON object; `regex` has the syntax of Rust's
+    `regex` crate and matches the whole output; `choice` lists the possible outputs; `grammar` is a Lark grammar as llguidance has
+    it, or GBNF. With `json` and `json_object`, `whitespace_pattern` is what may stand between JSON tokens, and
+    `disable_any_whitespace` leaves none.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    """Kept as its text."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    """Kept as a tuple."""
+    grammar: str | None = None
+    json_object: bool = False
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "is True or False")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                self._refuse(name, "takes a string")
+        object.__setattr__(self, "json", self._schema_text())
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _tuple(self.choice, "structured_outputs.choice"))
+            if not self.choice or not all(isinstance(text, str) for text in self.choice):
+                self._refuse("choice", "takes a list of at least one string, and only strings")
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            what = f"has {' and '.join(given)}" if given else "has none of them"
+            raise InvalidRequestError(
+                f"structured_outputs takes one of json, json_object, regex, choice and grammar, but {what}.",
+                param="structured_outputs",
+            )
+        if (self.whitespace_pattern is not None or self.disable_any_whitespace) and given[0] not in ("json", "json_object"):
+            raise InvalidRequestError(
+                f"Whitespace can be chosen for JSON only, not for structured_outputs.{given[0]}.", param="structured_outputs"
+            )
+
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise InvalidRequestError(
+                "structured_outputs: whitespace_pattern and disable_any_whitespace exclude each other; give one of them.",
+                param="structured_outputs",
+            )
+
+    def _schema_text(self) -> str | None:
+        """Numbers that JSON cannot hold and depths that it cannot print are refused here."""
+        schema = self.json
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                self._refuse("json", "is text, but not that of a JSON schema", shown=False)
+        if not isinstance(schema, (Mapping, bool)):
+            return None if schema is None else self._refuse("json", "takes a JSON schema (an object, or its text)")
+        try:
+            return json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            return self._refuse("json", f"takes a JSON schema, and this cannot be written as JSON ({error})", shown=False)
+
+    def _refuse(self, name: str, why: str, *, shown: bool = True) -> NoReturn:
+        param = f"structured_outputs.{name}"
+        raise InvalidRequestError(f"{param} {why}{f', not {getattr(self, name)!r}' if shown else ''}.", param=param)
+
+    @classmethod
+    def of(cls, value: StructuredOutputsParams | Mapping[str, Any]) -> StructuredOutputsParams:
+        """The same, given as a dict too. Raises InvalidRequestError naming what is not offered."""
+        if isinstance(value, StructuredOutputsParams):
+            return value
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(f"structured_outputs takes an object, not {value!r}.", param="structured_outputs")
+        known = {field.name for field in fields(cls)}
+        for name, given in value.items():
+            if name not in known and given is not None and given is not False:
+                raise InvalidRequestError(
+                    f"structured_outputs.{name} is not offered; {', '.join(sorted(known))} are.", param=f"structured_outputs.{name}"
+                )
+        return cls(**{name: given for name, given in value.items() if name in known and given is not None})
 
 
 @dataclass(frozen=True)
@@ -73,6 +162,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     seed: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """The form that the output must have; it ends with "stop" as soon as the form is complete. Kept as StructuredOutputsParams."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop, "stop"))
@@ -82,6 +173,8 @@ class SamplingParams:
                 f"logit_bias takes a dict from token ids to numbers, not {self.logit_bias!r}.", param="logit_bias"
             )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} is True or False, not {getattr(self, name)!r}.", param=name)

@@ -1,9 +1,9 @@
 """An engine with a thread of its own, used from event loops.
 
 Event loops put commands in an inbox; the engine thread takes them between steps, and gives deltas back through `streams`. Only the
-engine thread touches the engine; `snapshot()` is the last one that it published. Tokenizing and rendering run in a small pool of
-worker threads, never on a loop. Invariants: every open stream ends (last delta, or an error); a reader that leaves early has its
-request aborted and its blocks freed before the next step.
+engine thread touches the engine; `snapshot()` is the last one that it published. Tokenizing, rendering and compiling run in a
+small pool of worker threads, never on a loop. Invariants: every open stream ends (last delta, or an error); a reader that leaves
+early has its request aborted and its blocks freed before the next step.
 """
 
 from __future__ import annotations
@@ -119,8 +119,11 @@ class AsyncEngine:
         """All deltas of the request at each wake-up, until each of its `n` choices has had its last. Raises InvalidRequestError
         before the first item, EngineStoppedError when the engine ends. Leaving the iterator early aborts the request."""
         check_request(self.config, prompt_token_ids, params)
-        stream = Stream(self._mailbox(asyncio.get_running_loop()))
+        loop = asyncio.get_running_loop()
         options = {"cache_salt": cache_salt, "priority": priority, "wants_events": wants_events}
+        if params.structured_outputs is not None:
+            options["grammar"] = await loop.run_in_executor(self._workers, self._engine.compile_form, params)
+        stream = Stream(self._mailbox(loop))
         self._send(_Add(request_id, prompt_token_ids, params, stream, options))
         num_open = params.n
         try:

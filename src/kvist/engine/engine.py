@@ -19,15 +19,24 @@ from typing import Any
 
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
+from kvist.engine.constraints import Constraint, Masks
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits, Runner
 from kvist.engine.sampler import Sampled, SamplingState, failure, sample, token_logprob
 from kvist.errors import InvalidRequestError
 from kvist.kernels.ops import F32
-from kvist.request import FinishReason, OutputDelta, Request, SamplingParams
+from kvist.request import (
+    STRUCTURED_OUTPUTS,
+    FinishReason,
+    OutputDelta,
+    Request,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.scheduler import Scheduler
+from kvist.text.grammar import Grammar, GrammarCompiler
 
 FULLY_CHECKED_BLOCKS = 4096
 """A full check walks the pool; of a larger one only the count of free blocks is checked, so that the next request need not wait."""
@@ -61,6 +70,7 @@ class _Choice:
     request: Request
     output: ChoiceOutput
     sampling: SamplingState
+    constraint: Constraint | None
 
 
 @dataclass
@@ -94,6 +104,9 @@ class Engine:
             max_model_len=config.max_model_len,
             use_cache=config.use_cache,
         )
+        self._eos = self.tokenizer.eos_token_ids | set(config.model.eos_token_ids)
+        self.grammars = GrammarCompiler(self.tokenizer, config.model.vocab_size, self._eos)
+        self._masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
         self._clock = clock
         self._seeds = random.Random(config.seed)
         self._choices: dict[str, _Choice] = {}
@@ -120,14 +133,16 @@ class Engine:
         cache_salt: str = "",
         priority: int = 0,
         wants_events: bool = False,
+        grammar: Grammar | None = None,
     ) -> None:
-        """Queue a request. Raises InvalidRequestError or ContextLengthError, and then nothing has changed."""
+        """Queue a request; `grammar` is the form of its output where that has been compiled already. Raises InvalidRequestError or
+        ContextLengthError, and then nothing has changed."""
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
             raise InvalidRequestError(f"A request named {request_id!r} is already running; choose another id.", param="request_id")
         max_tokens = check_request(self.config, prompt_token_ids, params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         arrival = self._clock() if arrival_time is None else arrival_time
-        eos = self.tokenizer.eos_token_ids | set(self.config.model.eos_token_ids)
+        grammar = grammar or self.compile_form(params)
         prompt = list(prompt_token_ids)
         choices: dict[str, _Choice] = {}
         for index in range(params.n):
@@ -136,7 +151,7 @@ class Engine:
                 prompt_token_ids=prompt,
                 sampling_params=params,
                 max_tokens=max_tokens,
-                eos_token_ids=eos,
+                eos_token_ids=self._eos,
                 seed=seed,
                 choice=index,
                 arrival_time=arrival,
@@ -145,11 +160,19 @@ class Engine:
                 wants_events=wants_events,
             )
             output = ChoiceOutput.of(request_id, request, self.tokenizer)
-            choices[request.request_id] = _Choice(request, output, SamplingState.of(request, self.config.model.vocab_size))
+            sampling = SamplingState.of(request, self.config.model.vocab_size)
+            constraint = None if grammar is None else Constraint(grammar, request)
+            choices[request.request_id] = _Choice(request, output, sampling, constraint)
         for choice in choices.values():
             self.scheduler.add(choice.request)
         self._choices |= choices
         self._requests[request_id] = set(choices)
+
+    def compile_form(self, params: SamplingParams) -> Grammar | None:
+        """The form of a request's output, ready for `add_request`; any thread may call it. Raises InvalidRequestError."""
+        form = params.structured_outputs
+        assert form is None or isinstance(form, StructuredOutputsParams)
+        return None if form is None else self.grammars.compile(form)
 
     def render_chat(self, messages: list[dict[str, Any]], /, **template_options: Any) -> list[int]:
         """Token ids of a conversation by the model's own template, which writes its own special tokens; any thread may call it."""
@@ -257,9 +280,13 @@ class Engine:
 
     def _draw(self, output: SchedulerOutput, hidden: F32) -> Mapping[str, Sampled]:
         """A token for each request whose rows reach its end."""
-        states = [self._choices[item.request_id].sampling for item in output.scheduled if item.samples]
-        if not states:
+        choices = [self._choices[item.request_id] for item in output.scheduled if item.samples]
+        if not choices:
             return {}
+        constrained = [(choice.constraint, choice.sampling) for choice in choices if choice.constraint is not None]
+        if constrained:
+            self._masks.fill(constrained)
+        states = [choice.sampling for choice in choices]
         drawn = sample(self.runner.sampled_logits(output, hidden), states)
         return {state.request.request_id: token for state, token in zip(states, drawn, strict=True)}
 
@@ -276,7 +303,7 @@ class Engine:
                     continue
                 delta = self._last_delta(choice, "length")
             elif token.error is not None:
-                delta = choice.output.finish("error", token.error)
+                delta = _refuse(choice, token.error)
             else:
                 self._counters.generated_tokens += 1
                 delta = self._push(choice, token, now)
@@ -287,9 +314,10 @@ class Engine:
 
     def _push(self, choice: _Choice, token: Sampled, now: float) -> OutputDelta:
         try:
-            return choice.output.push(token.token_id, token.logprob, now)
+            complete = choice.constraint is not None and choice.constraint.accept(token.token_id)
+            return choice.output.push(token.token_id, token.logprob, now, complete=complete)
         except Exception as error:
-            return choice.output.finish("error", failure(error))
+            return _refuse(choice, failure(error))
 
     def _last_delta(self, choice: _Choice, reason: FinishReason) -> OutputDelta:
         try:
@@ -314,3 +342,10 @@ class Engine:
         siblings.discard(choice_id)
         if not siblings:
             del self._requests[user_id]
+
+
+def _refuse(choice: _Choice, error: str) -> OutputDelta:
+    """The last delta of a choice that cannot go on; one that asked for what cannot be done hears of that."""
+    if choice.constraint is not None and choice.constraint.error is not None:
+        return choice.output.finish("error", choice.constraint.error, stop_reason=STRUCTURED_OUTPUTS)
+    return choice.output.finish("error", error)

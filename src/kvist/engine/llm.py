@@ -21,6 +21,7 @@ from kvist.config import DEFAULT_MODEL, EngineConfig, EngineOptions
 from kvist.engine.engine import Engine
 from kvist.errors import ConfigError, EngineError, EngineStoppedError, InvalidRequestError
 from kvist.request import (
+    STRUCTURED_OUTPUTS,
     CompletionOutput,
     FinishReason,
     OutputDelta,
@@ -194,8 +195,10 @@ class _Collected:
     usage: RequestUsage | None = None
 
     def add(self, delta: OutputDelta) -> None:
-        """Raises EngineError when the engine failed the request."""
+        """Raises EngineError when the engine failed the request, InvalidRequestError when it asked for what cannot be done."""
         if delta.finish_reason == "error":
+            if delta.stop_reason == STRUCTURED_OUTPUTS:
+                raise InvalidRequestError(delta.error or "", param="structured_outputs")
             raise EngineError(delta.error or "The engine failed this request.")
         choice = self.choices[delta.index]
         choice.texts.append(delta.text)

@@ -40,23 +40,24 @@ class ChoiceOutput:
             [None] * request.num_prompt_tokens if request.wants_prompt_logprobs else None,
         )
 
-    def push(self, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
-        """The delta of a token that was just appended to the request's output; it may be the last one."""
+    def push(self, token_id: int, logprob: TokenLogprob | None, now: float, *, complete: bool = False) -> OutputDelta:
+        """The delta of a token that was just appended to the request's output; it may be the last one, and is when the form asked
+        of the output is `complete`."""
         if self.first_token_time is None:
             self.first_token_time = now
-        text, reason, stop_reason = self._advance(token_id)
+        text, reason, stop_reason = self._advance(token_id, complete)
         return self._delta(text, (token_id,), (logprob,) if logprob else None, reason, stop_reason)
 
     def tell(self, event: RequestEvent) -> OutputDelta:
         """A delta that brings no token, only what has happened."""
         return OutputDelta(self.user_request_id, self.request.choice, "", (), events=(event,))
 
-    def finish(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
+    def finish(self, reason: FinishReason, error: str | None = None, *, stop_reason: str | None = None) -> OutputDelta:
         """The last delta of a choice that ends without a new token: aborted, failed, or asked for none."""
         text = "" if reason == "error" else self._flush()[0]
-        return self._delta(text, (), None, reason, error=error)
+        return self._delta(text, (), None, reason, stop_reason, error)
 
-    def _advance(self, token_id: int) -> tuple[str, FinishReason | None, int | str | None]:
+    def _advance(self, token_id: int, complete: bool) -> tuple[str, FinishReason | None, int | str | None]:
         request, params = self.request, self.request.sampling_params
         num_output = len(request.output_token_ids)
         if num_output >= params.min_tokens:
@@ -69,9 +70,9 @@ class ChoiceOutput:
             text, matched = self.stop_checker.push(text)
             if matched is not None:
                 return text, "stop", matched
-        if num_output >= request.max_tokens:
+        if complete or num_output >= request.max_tokens:
             rest, matched = self._flush()
-            return text + rest, "stop" if matched else "length", matched
+            return text + rest, "stop" if complete or matched else "length", matched
         return text, None, None
 
     def _flush_before_stop(self, reason: FinishReason, stop_reason: int | None) -> tuple[str, FinishReason, int | str | None]:

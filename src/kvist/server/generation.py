@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from kvist.errors import EngineError, EngineStoppedError
-from kvist.request import OutputDelta, SamplingParams, TokenLogprob
+from kvist.errors import EngineError, EngineStoppedError, InvalidRequestError
+from kvist.request import STRUCTURED_OUTPUTS, OutputDelta, SamplingParams, TokenLogprob
 from kvist.server.client import EngineClient
 
 T = TypeVar("T")
@@ -70,6 +70,8 @@ def deltas(engine: EngineClient, jobs: Sequence[Job], *, wants_events: bool = Fa
 def raise_if_failed(delta: OutputDelta) -> None:
     """Turn a choice's bad end into an exception: one failed choice fails the request."""
     if delta.finish_reason == "error":
+        if delta.stop_reason == STRUCTURED_OUTPUTS:
+            raise InvalidRequestError(delta.error or "", param="structured_outputs")
         raise EngineError(delta.error or "The engine failed on this request.")
     if delta.finish_reason == "abort":
         raise EngineStoppedError("The request was aborted because the server is shutting down.")

@@ -59,6 +59,10 @@ class Tokenizer:
         """Ids that `skip_special_tokens` leaves out of a text."""
         return frozenset(self._special_ids)
 
+    def to_json(self) -> str:
+        """The tokenizer.json behind it."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with BOS in front if `add_special_tokens` and the model wants one; never two.
 
