@@ -61,10 +61,13 @@ class Scratch {
   const State part, total;
 };
 
+QueryBlock block_of(const AttentionLayer& layer, const StepBatch& batch, const GroupTable& table, const Item& item, const Scratch& scratch) {
+  return {layer, table.block_table + item.sequence * table.max_blocks, batch.positions + item.row, scratch.q, scratch.stride, item.rows, item.kv_head};
+}
+
 QueryBlock scale_queries(const AttentionLayer& layer, const StepBatch& batch, const GroupTable& table, const Item& item, const float* qkv,
                          const Scratch& scratch) {
-  const QueryBlock block{layer, table.block_table + item.sequence * table.max_blocks, batch.positions + item.row, scratch.q, scratch.stride,
-                         item.rows, item.kv_head};
+  const QueryBlock block = block_of(layer, batch, table, item, scratch);
   const long width = (layer.heads + 2L * layer.kv_heads) * layer.dim;
   for (int v = 0; v < block.vectors(); ++v) {
     const float* from = qkv + (item.row + v / block.ratio()) * width + (item.kv_head * block.ratio() + v % block.ratio()) * layer.dim;
@@ -77,6 +80,7 @@ template <class Kv>
 void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch& batch, const GroupTable& table, const AttentionLayer& layer,
                    const float* qkv, float* out) {
   const int dim = layer.dim, ratio = layer.heads / layer.kv_heads;
+  const size_t threads = static_cast<size_t>(pool.num_threads());
   const int rows_per_item = std::clamp(kVectorsPerItem / ratio, 1, 16), vectors = rows_per_item * ratio;
   const auto items = items_of(batch, layer, rows_per_item);
   const size_t scratch_size = (Scratch::floats(vectors, dim) + 15) / 16 * 16;
@@ -93,9 +97,10 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
       const Item& item = items[static_cast<size_t>(i)];
       const Scratch scratch = scratch_of(thread);
       const QueryBlock block = scale_queries(layer, batch, table, item, qkv, scratch);
+      const QueryBlock after = block_of(layer, batch, table, items[std::min(static_cast<size_t>(i) + threads, items.size() - 1)], scratch);
       scratch.total.clear(block.vectors());
-      for (int p = first_key(layer, block.positions[0]) / kPartition; p <= last_key(item) / kPartition; ++p) {
-        attend_partition<Kv>(block, p, scratch.part);
+      for (int p = block.first_key() / kPartition; p <= block.last_key() / kPartition; ++p) {
+        attend_partition<Kv>(block, p, &after, scratch.part);
         for (int v = 0; v < block.vectors(); ++v)
           merge(scratch.total.from(v), scratch.part.max[v], scratch.part.sum[v], scratch.part.from(v).acc, dim);
       }
@@ -111,7 +116,7 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
     if (p * kPartition > last_key(item)) return;
     const Scratch scratch = scratch_of(thread);
     const QueryBlock block = scale_queries(layer, batch, table, item, qkv, scratch);
-    attend_partition<Kv>(block, p, scratch.part);
+    attend_partition<Kv>(block, p, nullptr, scratch.part);
     for (int v = 0; v < block.vectors(); ++v) {
       float* to = partials + (out_of(item, v) * partitions + p) * record;
       if (!scratch.part.empty(v)) std::copy_n(scratch.part.from(v).acc, dim, to);

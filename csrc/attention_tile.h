@@ -35,6 +35,8 @@ struct QueryBlock {
   long stride;
   int rows, kv_head;
 
+  int first_key() const { return layer.window > 0 ? std::max(0, positions[0] - layer.window + 1) : 0; }
+  int last_key() const { return positions[rows - 1]; }
   int ratio() const { return layer.heads / layer.kv_heads; }
   int vectors() const { return rows * ratio(); }
   int position(int v) const { return positions[v / ratio()]; }
@@ -63,8 +65,8 @@ inline void merge(const State& total, float max, float sum, const float* acc, in
 }
 
 // scores[v][0..16) = q . k for a tile of 16 keys
-template <class Kv, int Q>
-void score_tile(const float* q, long stride, const typename Kv::Element* keys, int dim, float (*scores)[kSpan]) {
+template <class Kv, int Q, class Tile>
+void score_tile(const float* q, long stride, const Tile& keys, int dim, float (*scores)[kSpan]) {
   F acc[Q];
   for (int v = 0; v < Q; ++v) acc[v] = zero();
   Kv::keys(keys, dim, [&](int d, F element) {
@@ -74,8 +76,8 @@ void score_tile(const float* q, long stride, const typename Kv::Element* keys, i
 }
 
 // The same for two tiles at once, where there are registers for them: few vectors alone do not fill the multipliers.
-template <class Kv, int Q>
-void score_two_tiles(const float* q, long stride, const typename Kv::Element* const* keys, int dim, float (*scores)[kSpan]) {
+template <class Kv, int Q, class Tile>
+void score_two_tiles(const float* q, long stride, const Tile* keys, int dim, float (*scores)[kSpan]) {
   F first[Q], second[Q];
   for (int v = 0; v < Q; ++v) first[v] = second[v] = zero();
   Kv::keys_of_two(keys[0], keys[1], dim, [&](int d, F a, F b) {
@@ -92,8 +94,8 @@ void score_two_tiles(const float* q, long stride, const typename Kv::Element* co
 }
 
 // acc[v] += weights[v][key] * values[key] for the keys [from, to) of a span, ascending
-template <class Kv, int Q>
-void add_values(const float (*weights)[kSpan], const typename Kv::Element* const* tiles, int dim, int from, int to, float* acc, long stride) {
+template <class Kv, int Q, class Tile>
+void add_values(const float (*weights)[kSpan], const Tile* tiles, int dim, int from, int to, float* acc, long stride) {
   for (int d = 0; d < dim; d += 16) {
     F sum[Q];
     for (int v = 0; v < Q; ++v) sum[v] = load(acc + v * stride + d);
@@ -147,43 +149,45 @@ inline Visible visible(const AttentionLayer& layer, int position, int start) {
   return from < to ? Visible{from, to} : Visible{0, 0};
 }
 
-// The 16-key tiles of a span that somebody in the block sees: [first, end).
-template <class Kv>
+// The 16-key tiles of a span that somebody in a block of queries sees: [first, end).
+template <class Tile>
 struct SpanTiles {
-  using T = typename Kv::Element;
-  const T* keys[kSpan / kKeyTile];
-  const T* values[kSpan / kKeyTile];
   int start, first, end;
-
-  SpanTiles(const QueryBlock& block, int span) : start(span * kSpan) {
-    const AttentionLayer& layer = block.layer;
-    const int low = layer.window > 0 ? std::max(0, block.positions[0] - layer.window + 1) : 0;
-    first = std::clamp(low - start, 0, kSpan) / kKeyTile;
-    end = (std::clamp(block.positions[block.rows - 1] + 1 - start, 0, kSpan) + kKeyTile - 1) / kKeyTile;
-    const size_t per_head = static_cast<size_t>(layer.block_size) * layer.dim;
-    for (int t = first; t < end; ++t) {
-      const int position = start + t * kKeyTile, offset = position % layer.block_size;
-      const size_t id = static_cast<size_t>(block.block_table[position / layer.block_size]);
-      const T* base = reinterpret_cast<const T*>(layer.arena + id * layer.block_bytes + layer.layer_offset) + block.kv_head * per_head;
-      keys[t] = base + static_cast<size_t>(offset) * layer.dim;
-      values[t] = keys[t] + layer.kv_heads * per_head;
-    }
-  }
-
-  // Blocks lie anywhere, so the processor cannot guess where a sequence goes on.
-  void prefetch(int dim) const {
-    const size_t bytes = sizeof(T) * kKeyTile * static_cast<size_t>(dim);
-    for (int t = first; t < end; ++t)
-      for (size_t at = 0; at < bytes; at += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(keys[t]) + at);
-        __builtin_prefetch(reinterpret_cast<const char*>(values[t]) + at);
-      }
-  }
+  Tile keys[kSpan / kKeyTile];
+  Tile values[kSpan / kKeyTile];
 };
 
+template <class T>
+SpanTiles<Tile<T>> span_tiles(const QueryBlock& block, int span) {
+  const AttentionLayer& layer = block.layer;
+  const int start = span * kSpan;
+  SpanTiles<Tile<T>> tiles{start, std::clamp(block.first_key() - start, 0, kSpan) / kKeyTile,
+                           (std::clamp(block.last_key() + 1 - start, 0, kSpan) + kKeyTile - 1) / kKeyTile, {}, {}};
+  const size_t per_head = static_cast<size_t>(layer.block_size) * layer.dim;
+  for (int t = tiles.first; t < tiles.end; ++t) {
+    const int position = start + t * kKeyTile, offset = position % layer.block_size;
+    const size_t id = static_cast<size_t>(block.block_table[position / layer.block_size]);
+    const T* base = reinterpret_cast<const T*>(layer.arena + id * layer.block_bytes + layer.layer_offset) + block.kv_head * per_head;
+    tiles.keys[t].data = base + static_cast<size_t>(offset) * layer.dim;
+    tiles.values[t].data = tiles.keys[t].data + layer.kv_heads * per_head;
+  }
+  return tiles;
+}
+
+template <class T>
+SpanTiles<LeadingTile<T>> leading(const SpanTiles<Tile<T>>& tiles, const SpanTiles<Tile<T>>& next) {
+  SpanTiles<LeadingTile<T>> result{tiles.start, tiles.first, tiles.end, {}, {}};
+  for (int t = tiles.first; t < tiles.end; ++t) {
+    const bool follows = next.first <= t && t < next.end;
+    result.keys[t] = {tiles.keys[t].data, (follows ? next : tiles).keys[t].data};
+    result.values[t] = {tiles.values[t].data, (follows ? next : tiles).values[t].data};
+  }
+  return result;
+}
+
 // Q vectors from `vector` on against one span.
-template <class Kv, int Q>
-void attend_span(const QueryBlock& block, int vector, const SpanTiles<Kv>& tiles, const State& state) {
+template <class Kv, int Q, class Tile>
+void attend_span(const QueryBlock& block, int vector, const SpanTiles<Tile>& tiles, const State& state) {
   const int dim = block.layer.dim;
   Visible seen[Q];
   int least = kSpan, most = 0, common_from = 0, common_to = kSpan;
@@ -222,25 +226,27 @@ void attend_span(const QueryBlock& block, int vector, const SpanTiles<Kv>& tiles
   for (int v = 0; v < Q; ++v) own(v, shared ? common_to : seen[v].from, seen[v].to);
 }
 
-template <class Kv, int Q = kQueryTile>
-void attend_tile(const QueryBlock& block, int vector, int count, const SpanTiles<Kv>& tiles, const State& state) {
+template <class Kv, int Q = kQueryTile, class Tile>
+void attend_tile(const QueryBlock& block, int vector, int count, const SpanTiles<Tile>& tiles, const State& state) {
   if (count == Q) return attend_span<Kv, Q>(block, vector, tiles, state);
   if constexpr (Q > 1) attend_tile<Kv, Q - 1>(block, vector, count, tiles, state);
 }
 
-// All vectors of the block over one partition; `state` is cleared first.
+// All vectors of the block over one partition; `state` is cleared first. `after`: what this thread will probably attend to next.
+// The first vectors bring near what the others, and then the next span, read.
 template <class Kv>
-void attend_partition(const QueryBlock& block, int partition, const State& state) {
-  const AttentionLayer& layer = block.layer;
+void attend_partition(const QueryBlock& block, int partition, const QueryBlock* after, const State& state) {
+  using T = typename Kv::Element;
   const int vectors = block.vectors();
   state.clear(vectors);
-  const int low = layer.window > 0 ? std::max(0, block.positions[0] - layer.window + 1) : 0;
-  const int first = std::max(low, partition * kPartition) / kSpan;
-  const int last = std::min(block.positions[block.rows - 1], (partition + 1) * kPartition - 1) / kSpan;
+  const int first = std::max(block.first_key(), partition * kPartition) / kSpan;
+  const int last = std::min(block.last_key(), (partition + 1) * kPartition - 1) / kSpan;
+  auto tiles = span_tiles<T>(block, first);
   for (int span = first; span <= last; ++span) {
-    const SpanTiles<Kv> tiles(block, span);
-    if (span < last) SpanTiles<Kv>(block, span + 1).prefetch(layer.dim);
-    for (int v = 0; v < vectors; v += kQueryTile) attend_tile<Kv>(block, v, std::min(kQueryTile, vectors - v), tiles, state.from(v));
+    const auto next = span < last ? span_tiles<T>(block, span + 1) : after ? span_tiles<T>(*after, after->first_key() / kSpan) : tiles;
+    attend_tile<Kv>(block, 0, std::min(kQueryTile, vectors), leading(tiles, next), state);
+    for (int v = kQueryTile; v < vectors; v += kQueryTile) attend_tile<Kv>(block, v, std::min(kQueryTile, vectors - v), tiles, state.from(v));
+    tiles = next;
   }
 }
 

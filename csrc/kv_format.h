@@ -30,6 +30,26 @@ inline uint16_t one_to_f16(float v) {
   return lanes[0];
 }
 
+// The elements of sixteen keys or values, which are read in one of two ways.
+template <class T>
+struct Tile {
+  using Element = T;
+  const T* data;
+
+  void ask_ahead(size_t) const {}
+};
+
+// With every line that is read, the same line of what will be read later is asked for: blocks lie anywhere, so the processor cannot
+// guess where a sequence goes on, and asking for all of it at once would only queue up.
+template <class T>
+struct LeadingTile {
+  using Element = T;
+  const T* data;
+  const T* next = data;
+
+  void ask_ahead(size_t element) const { __builtin_prefetch(next + element); }
+};
+
 // One element a value, in order: float or binary16.
 template <class T>
 struct PlainKv {
@@ -48,18 +68,31 @@ struct PlainKv {
   static size_t value_at(int offset, int d, int dim) { return static_cast<size_t>(offset) * dim + d; }
 
   // feed(d, keys): 16 keys' element d, for every d ascending
-  template <class Feed>
-  static void keys(const T* tile, int dim, Feed feed) {
-    for (int d = 0; d < dim; ++d) feed(d, load16(tile + static_cast<size_t>(d) * kKeyTile));
+  template <class Tile, class Feed>
+  static void keys(const Tile& tile, int dim, Feed feed) {
+    for (int d = 0; d < dim; ++d) {
+      const size_t at = static_cast<size_t>(d) * kKeyTile;
+      tile.ask_ahead(at);
+      feed(d, load16(tile.data + at));
+    }
   }
-  template <class Feed>
-  static void keys_of_two(const T* a, const T* b, int dim, Feed feed) {
-    for (int d = 0; d < dim; ++d) feed(d, load16(a + static_cast<size_t>(d) * kKeyTile), load16(b + static_cast<size_t>(d) * kKeyTile));
+  template <class Tile, class Feed>
+  static void keys_of_two(const Tile& a, const Tile& b, int dim, Feed feed) {
+    for (int d = 0; d < dim; ++d) {
+      const size_t at = static_cast<size_t>(d) * kKeyTile;
+      a.ask_ahead(at);
+      b.ask_ahead(at);
+      feed(d, load16(a.data + at), load16(b.data + at));
+    }
   }
   // feed(key, values): elements [d, d + 16) of the keys [from, to) of a tile, ascending
-  template <class Feed>
-  static void values(const T* tile, int dim, int d, int from, int to, Feed feed) {
-    for (int key = from; key < to; ++key) feed(key, load16(tile + static_cast<size_t>(key) * dim + d));
+  template <class Tile, class Feed>
+  static void values(const Tile& tile, int dim, int d, int from, int to, Feed feed) {
+    for (int key = from; key < to; ++key) {
+      const size_t at = static_cast<size_t>(key) * dim + d;
+      tile.ask_ahead(at);
+      feed(key, load16(tile.data + at));
+    }
   }
 };
 
@@ -71,30 +104,37 @@ struct Bf16Kv {
   }
   static size_t value_at(int offset, int d, int dim) { return (static_cast<size_t>(offset / 2) * dim + d) * 2 + offset % 2; }
 
-  template <class Feed>
-  static void keys(const uint16_t* tile, int dim, Feed feed) {
+  template <class Tile, class Feed>
+  static void keys(const Tile& tile, int dim, Feed feed) {
     for (int d = 0; d < dim; d += 2) {
+      const size_t at = static_cast<size_t>(d) * kKeyTile;
       F even, odd;
-      split_bf16_pairs(tile + static_cast<size_t>(d) * kKeyTile, even, odd);
+      tile.ask_ahead(at);
+      split_bf16_pairs(tile.data + at, even, odd);
       feed(d, even);
       feed(d + 1, odd);
     }
   }
-  template <class Feed>
-  static void keys_of_two(const uint16_t* a, const uint16_t* b, int dim, Feed feed) {
+  template <class Tile, class Feed>
+  static void keys_of_two(const Tile& a, const Tile& b, int dim, Feed feed) {
     for (int d = 0; d < dim; d += 2) {
+      const size_t at = static_cast<size_t>(d) * kKeyTile;
       F even_a, odd_a, even_b, odd_b;
-      split_bf16_pairs(a + static_cast<size_t>(d) * kKeyTile, even_a, odd_a);
-      split_bf16_pairs(b + static_cast<size_t>(d) * kKeyTile, even_b, odd_b);
+      a.ask_ahead(at);
+      b.ask_ahead(at);
+      split_bf16_pairs(a.data + at, even_a, odd_a);
+      split_bf16_pairs(b.data + at, even_b, odd_b);
       feed(d, even_a, even_b);
       feed(d + 1, odd_a, odd_b);
     }
   }
-  template <class Feed>
-  static void values(const uint16_t* tile, int dim, int d, int from, int to, Feed feed) {
+  template <class Tile, class Feed>
+  static void values(const Tile& tile, int dim, int d, int from, int to, Feed feed) {
     for (int key = from; key < to; ++key) {
+      const size_t at = (static_cast<size_t>(key / 2) * dim + d) * 2;
       F even, odd;
-      split_bf16_pairs(tile + (static_cast<size_t>(key / 2) * dim + d) * 2, even, odd);
+      tile.ask_ahead(at);
+      split_bf16_pairs(tile.data + at, even, odd);
       if (key % 2 == 0) {
         feed(key, even);
         if (++key == to) return;
