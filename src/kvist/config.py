@@ -120,6 +120,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvist"
 
 
+def api_keys_from_environment() -> tuple[str, ...]:
+    """The API keys in $KVIST_API_KEY, separated by commas; none where it is unset or empty."""
+    return tuple(part.strip() for part in os.environ.get("KVIST_API_KEY", "").split(",") if part.strip())
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine runs with: every option resolved, nothing left to decide. Sizes in tokens, blocks and bytes."""

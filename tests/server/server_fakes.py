@@ -26,8 +26,9 @@ from kvist.kv.spec import KVGroup, KVSpec
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
 from kvist.server.app import create_app
 from kvist.server.client import EngineClient
+from kvist.server.connection import connection_class
+from kvist.server.options import ServerOptions
 from kvist.server.run import address_of, bind
-from kvist.server.state import ServerOptions
 
 EOS, BOS, TURN, FIRST_BYTE = 0, 1, 2, 3
 VOCAB = FIRST_BYTE + 256
@@ -259,13 +260,17 @@ class FakeEngine:
 class ServerThread:
     """uvicorn in a thread, on a free port of 127.0.0.1."""
 
-    def __init__(self, engine: EngineClient, options: ServerOptions | None = None) -> None:
+    def __init__(self, engine: EngineClient, options: ServerOptions | None = None, *, head_seconds: float = 20) -> None:
         self.engine = engine
         self.listener = bind("127.0.0.1", 0)
         self.url = address_of(self.listener)
         self.port: int = self.listener.getsockname()[1]
+        options = options or ServerOptions(warm_up=False)
         self.app = create_app(engine, options)
-        self._server = uvicorn.Server(uvicorn.Config(self.app, log_level="critical", access_log=False, lifespan="on"))
+        http = connection_class(options, head_seconds=head_seconds)
+        self._server = uvicorn.Server(
+            uvicorn.Config(self.app, log_level="critical", access_log=False, lifespan="on", http=http, ws="none")
+        )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]}, daemon=True)
 
     def start(self) -> None:
@@ -285,8 +290,8 @@ class ServerThread:
 
 
 @contextmanager
-def serving(engine: EngineClient, options: ServerOptions | None = None) -> Iterator[ServerThread]:
-    thread = ServerThread(engine, options)
+def serving(engine: EngineClient, options: ServerOptions | None = None, **settings: Any) -> Iterator[ServerThread]:
+    thread = ServerThread(engine, options, **settings)
     thread.start()
     try:
         yield thread

@@ -10,7 +10,7 @@ import pytest
 from server_fakes import FakeEngine, ServerThread, fake_of, serving
 from server_sse import CHAT, COMPLETIONS, error_of
 
-from kvist.server.state import ServerOptions
+from kvist.server.options import ServerOptions
 
 LIMIT = 300_000
 
@@ -34,11 +34,11 @@ def routes(server: ServerThread) -> list[tuple[str, str]]:
     return [*found, ("get", "/openapi.json"), ("get", "/docs"), ("get", "/nowhere")]
 
 
-@pytest.mark.parametrize("spelling", ["{}", "/{}", "{}/", "{}?api_key=k1", "{}?Authorization=Bearer%20k1"])
-def test_every_route_but_health_wants_a_key(locked_server: ServerThread, locked: httpx.Client, spelling: str) -> None:
+@pytest.mark.parametrize("spelling", ["{}", "/{}", "{}/", "{}//", "{}?api_key=k1", "{}?Authorization=Bearer%20k1"])
+def test_every_route_but_the_health_routes_wants_a_key(locked_server: ServerThread, locked: httpx.Client, spelling: str) -> None:
     for method, path in routes(locked_server):
         target = spelling.format(path)
-        if target.split("?")[0] == "/health":
+        if target.split("?")[0] in ("/health", "/ready"):
             continue
         for headers in (
             {},

@@ -9,7 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from server_fakes import FakeEngine, FakeTokenizer, serving
 
-from kvist.server.state import ServerOptions
+from kvist.server.options import ServerOptions
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count: one two three"}]
 

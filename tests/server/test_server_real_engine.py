@@ -15,6 +15,8 @@ from server_sse import CHAT, COMPLETIONS, check_stream, error_of, stream, text_o
 
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
+from kvist.server.keys import make_key
+from kvist.server.options import ServerOptions
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,26 @@ def test_a_salt_keeps_tenants_apart(real: httpx.Client) -> None:
         for salt in ("a", "b", "a", "b")
     ]
     assert cached == [0, 0, 48, 48]
+
+
+def test_a_tenant_cannot_see_the_prefix_of_another() -> None:
+    """Not in `cached_tokens`, and not in the tokens computed; its own prefix it finds again, whatever it calls it."""
+    body = greedy(list(range(40, 90)), max_tokens=1)
+
+    def cached(server: ServerThread, key: str, **fields: Any) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        result = httpx.post(server.url + COMPLETIONS, json=body | fields, headers=headers, timeout=60).json()
+        return int(result["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    keys = ("alice-key", "bob-key")
+    with serving(AsyncEngine(tiny_engine(ISAS[-1])), ServerOptions(api_keys=keys, warm_up=False)) as server:
+        assert [cached(server, key) for key in keys * 2] == [0, 0, 48, 48]
+        assert [cached(server, key, cache_salt="s") for key in keys * 2] == [0, 0, 48, 48]
+        assert cached(server, keys[1], cache_salt=make_key(keys[0]).salt("")) == 0, "not even by its salt"
+        assert server.engine.snapshot().prompt_tokens_by_source["computed"] == 5 * 50 + 4 * 2
+    options = ServerOptions(api_keys=keys, key_isolation=False, warm_up=False)
+    with serving(AsyncEngine(tiny_engine(ISAS[-1])), options) as server:
+        assert [cached(server, key) for key in keys] == [0, 48]
 
 
 def test_scoring_matches_generation(real: httpx.Client) -> None:

@@ -29,6 +29,8 @@ sys.path.insert(0, sys.argv[1])
 from server_fakes import FakeEngine
 from kvist.errors import EngineStoppedError
 from kvist.server.app import create_app
+from kvist.server.life import Life
+from kvist.server.options import ServerOptions
 from kvist.server.run import address_of, bind, serve_app
 
 class SlowEngine(FakeEngine):
@@ -36,7 +38,7 @@ class SlowEngine(FakeEngine):
         import asyncio
         async for deltas in super().generate(*arguments, **keywords):
             await asyncio.sleep(0.02)
-            if self._stopped:
+            if self._stopped or "broken" in sys.argv:
                 raise EngineStoppedError("The engine is shut down.")
             yield deltas
     async def shutdown(self):
@@ -46,7 +48,8 @@ class SlowEngine(FakeEngine):
 listener = bind("127.0.0.1", 0)
 engine = SlowEngine()
 ready = lambda: print(address_of(listener), flush=True)
-status = serve_app(create_app(engine), listener, on_ready=ready, stop_engine=engine.shutdown, drain_seconds=int(sys.argv[2]))
+options, life = ServerOptions(drain_timeout=int(sys.argv[2])), Life()
+status = serve_app(create_app(engine, options, life), listener, options, life, on_ready=ready, stop_engine=engine.shutdown)
 print("ended", flush=True)
 sys.exit(status)
 """
@@ -66,6 +69,15 @@ def program(drain_seconds: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
+def test_a_server_whose_first_completion_fails_never_says_that_it_is_ready() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "60", "broken"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert result.stdout == "engine down\n"
+    assert result.stderr.splitlines()[-1].endswith("EngineStoppedError: The engine is shut down.")
+
+
 def rest_of(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     output, _ = process.communicate(timeout=60)
     return process.returncode, output.split("\n")[:-1]
@@ -78,20 +90,22 @@ def long_stream(address: str) -> tuple[httpx.Client, httpx.Response, Iterator[by
     return client, response, response.iter_raw()
 
 
-def refuses(address: str) -> bool:
-    try:
-        httpx.get(f"{address}/health")
-    except httpx.ConnectError:
-        return True
-    return False
+def drains(address: str) -> bool:
+    return httpx.get(f"{address}/ready").status_code == 503
 
 
 def test_a_signal_lets_open_streams_finish_and_takes_no_new_ones() -> None:
     with program(60) as (process, address):
         client, response, pieces = long_stream(address)
         first = next(pieces)
+        assert not drains(address)
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: refuses(address), "new connections are refused")
+        wait_until(lambda: drains(address), "the server is not ready")
+        assert httpx.get(f"{address}/health").status_code == 200
+        refused = httpx.post(address + COMPLETIONS, json={"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert refused.headers["connection"] == "close"
         events = events_of(first + b"".join(pieces))
         assert events[-1] == "[DONE]"
         assert len(events) > 60
@@ -119,7 +133,7 @@ def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
         client, response, pieces = long_stream(address)
         next(pieces)
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: refuses(address), "the first signal was taken")
+        wait_until(lambda: drains(address), "the first signal was taken")
         process.send_signal(second)
         status, lines = rest_of(process)
         assert status == 1

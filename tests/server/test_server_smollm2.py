@@ -32,6 +32,8 @@ FLAGS = [
     "smol",
     "--api-key",
     "k1,k2",
+    "--log-level",
+    "warning",
 ]
 
 CITIES = "東京、大阪、京都、東京、大阪、京都、東京、大阪、京都、"

@@ -14,7 +14,7 @@ from server_sse import CHAT, COMPLETIONS, check_stream, error_of, events_of, str
 
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
-from kvist.server.state import ServerOptions
+from kvist.server.options import ServerOptions
 
 EVENTS = {"X-Kvist-Events": "1"}
 KVIST_FIELDS = {"queue_time", "time_to_first_token", "prompt_tokens_by_source", "preemptions", "stall_time", "prefix_miss"}

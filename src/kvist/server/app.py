@@ -5,48 +5,101 @@ Knows every module of this room and none of their inner workings. The engine run
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from kvist import __version__
+from kvist.errors import KvistError
 from kvist.server import chat, completions, failures, health, metrics, models
+from kvist.server.access import AccessLayer
 from kvist.server.auth import ApiKeyLayer
 from kvist.server.client import EngineClient
+from kvist.server.keys import KeyRing
+from kvist.server.life import Life
 from kvist.server.logprobs import TokenLabels
 from kvist.server.openapi import describe
-from kvist.server.state import ServerOptions, ServerState
+from kvist.server.options import ServerOptions
+from kvist.server.state import ServerState
+from kvist.server.warmup import warm_up
+
+REQUEST_HEADERS = ("authorization", "content-type", "x-request-id", "x-kvist-events")
+ANSWER_HEADERS = ("x-request-id", "retry-after")
+"""Headers that pages of other origins may send and read."""
 
 
-def create_app(engine: EngineClient, options: ServerOptions | None = None) -> FastAPI:
-    """An ASGI application that serves `engine`, which must not have been started yet."""
+class _Application(FastAPI):
+    """FastAPI within the layers that see every request and every answer, those to bugs included."""
+
+    def __init__(self, layers: Callable[[ASGIApp], ASGIApp], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._layers = layers
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return self._layers(super().build_middleware_stack())
+
+
+def create_app(engine: EngineClient, options: ServerOptions | None = None, life: Life | None = None) -> FastAPI:
+    """An ASGI application that serves `engine`, which must not have been started yet. `life` is what the program around it shares
+    with it. Raises ConfigError where a file of keys cannot be read."""
     options = options or ServerOptions()
     state = ServerState(
         engine=engine,
         options=options,
         metrics=metrics.Metrics(engine.snapshot),
         labels=TokenLabels(engine.tokenizer),
+        life=life or Life(),
         served_names=options.served_model_names or (engine.config.served_model_name,),
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
-        state.ready = True
+        try:
+            if options.warm_up:
+                await warm_up(engine)
+            state.life.ready = True
+        except KvistError as error:
+            state.life.start_error = error
         try:
             yield
         finally:
-            state.ready = False
+            state.life.ready = False
             await engine.shutdown()
 
-    app = FastAPI(title="kvist", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    keys = KeyRing(options.api_keys, options.api_key_file) if options.wants_keys else None
+    app = _Application(
+        partial(_layered, options=options, keys=keys, state=state),
+        title="kvist",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.kvist = state
     for room in (chat, completions, models, health, metrics):
         app.include_router(room.router)
     failures.install(app)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
-    if options.api_keys:
-        app.add_middleware(ApiKeyLayer, keys=options.api_keys)
     return app
+
+
+def _layered(app: ASGIApp, *, options: ServerOptions, keys: KeyRing | None, state: ServerState) -> ASGIApp:
+    """From the outside: request ids and logs, CORS, keys. A browser asks about CORS without a key, and reads refusals too."""
+    if keys is not None:
+        app = ApiKeyLayer(app, keys, isolate=options.key_isolation, max_requests=options.max_requests_per_key)
+    if options.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=options.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=REQUEST_HEADERS,
+            expose_headers=ANSWER_HEADERS,
+        )
+    return AccessLayer(app, state.life, options.root_path)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from kvist.errors import InvalidRequestError
 from kvist.request import OutputDelta, TokenLogprob
+from kvist.server.auth import salt_of
 from kvist.server.body import read_body
 from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import TokenLabels, chat_entries
@@ -40,10 +41,10 @@ async def create_chat_completion(request: Request) -> Response:
     state = state_of(request)
     with state.metrics.begin("chat") as record:
         body = await read_body(request, state.options.max_body_bytes, partial(parse_request, ChatRequest))
-        return GenerationResponse(state, await plan_chat(state, body), record)
+        return GenerationResponse(state, await plan_chat(state, body, salt_of(request, body.cache_salt)), record)
 
 
-async def plan_chat(state: ServerState, body: ChatRequest) -> Plan:
+async def plan_chat(state: ServerState, body: ChatRequest, salt: str) -> Plan:
     """What to run for a request. Raises InvalidRequestError and Refusal."""
     model = state.check_model(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -65,7 +66,7 @@ async def plan_chat(state: ServerState, body: ChatRequest) -> Plan:
         **body.chat_template_kwargs,
     )
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job = Job(request_id, token_ids, params, body.cache_salt or "", priority=body.priority)
+    job = Job(request_id, token_ids, params, salt, priority=body.priority)
     form = ChatFormat(request_id, model, state.engine.config.profile, state.labels, body)
     return Plan((job,), form, body.stream, body.usage_in_stream)
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from kvist.engine.admission import check_request
 from kvist.request import OutputDelta, SamplingParams
+from kvist.server.auth import salt_of
 from kvist.server.body import read_body
 from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import CompletionLogprobs, TokenLabels, join_pieces
@@ -36,10 +37,10 @@ async def create_completion(request: Request) -> Response:
     state = state_of(request)
     with state.metrics.begin("completions") as record:
         body = await read_body(request, state.options.max_body_bytes, partial(parse_request, CompletionRequest))
-        return GenerationResponse(state, await plan_completion(state, body), record)
+        return GenerationResponse(state, await plan_completion(state, body, salt_of(request, body.cache_salt)), record)
 
 
-async def plan_completion(state: ServerState, body: CompletionRequest) -> Plan:
+async def plan_completion(state: ServerState, body: CompletionRequest, salt: str) -> Plan:
     """What to run for a request. Raises InvalidRequestError and Refusal."""
     model = state.check_model(body.model)
     params = body.sampling(
@@ -56,7 +57,7 @@ async def plan_completion(state: ServerState, body: CompletionRequest) -> Plan:
             request_id if len(prompts) == 1 else f"{request_id}-{i}",
             token_ids,
             params,
-            body.cache_salt or "",
+            salt,
             _echo_text(state, prompt, body.skip_special_tokens) if body.echo else "",
             body.priority,
         )

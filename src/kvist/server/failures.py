@@ -55,7 +55,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     message = str(error) if isinstance(error, KvistError) else "The server failed on this request; its log says why."
     param = error.param if isinstance(error, InvalidRequestError) else None
     code = error.code if isinstance(error, InvalidRequestError) else None
-    if status >= 500:
+    if status >= 500 and code is None:
         code = "engine_stopped" if status == 503 else "internal_error"
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

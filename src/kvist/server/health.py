@@ -1,6 +1,6 @@
 """`/health` (the process and its engine live), `/ready` (it takes requests), `/version` (what computes the answers).
 
-Reads flags only, so it answers while the engine is busy. `/health` is the one route that needs no API key.
+Reads flags only, so it answers while the engine is busy. `/health` and `/ready` need no API key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """200 while requests are taken: the engine runs, and the server is not about to stop."""
     state = state_of(request)
-    is_ready = state.ready and state.engine.health is None
+    is_ready = state.life.ready and state.engine.health is None
     return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
 
 

@@ -60,7 +60,7 @@ class RequestRecord:
         self._route = route
         self._start = time.perf_counter()
         self._last: dict[int, float] = {}
-        self._ended = False
+        self.outcome: str | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -88,8 +88,8 @@ class RequestRecord:
             self._metrics.queue.observe(queue_time)
 
     def end(self, outcome: str) -> None:
-        if not self._ended:
-            self._ended = True
+        if self.outcome is None:
+            self.outcome = outcome
             seconds = time.perf_counter() - self._start
             self._metrics.requests.labels(self._route, outcome).inc()
             self._metrics.end_to_end.observe(seconds)

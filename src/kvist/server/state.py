@@ -15,24 +15,13 @@ from starlette.requests import Request
 from kvist.errors import ContextLengthError
 from kvist.server.client import EngineClient
 from kvist.server.failures import unknown_model
+from kvist.server.life import Life
 from kvist.server.logprobs import TokenLabels
 from kvist.server.metrics import Metrics
-from kvist.server.sse import KEEP_ALIVE_SECONDS
+from kvist.server.options import ServerOptions
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
 SMALL_TEXT = 64 * 1024
 """Characters that are tokenized without a look at what they may come to."""
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What the server, not the engine, can be asked for. No `served_model_names`: the engine's own name."""
-
-    api_keys: tuple[str, ...] = ()
-    served_model_names: tuple[str, ...] = ()
-    max_body_bytes: int = MAX_BODY_BYTES
-    keep_alive_seconds: float = KEEP_ALIVE_SECONDS
-    """How long a stream is silent before it says that it lives."""
 
 
 @dataclass
@@ -43,7 +32,7 @@ class ServerState:
     labels: TokenLabels
     served_names: tuple[str, ...]
     created: int = field(default_factory=lambda: int(time.time()))
-    ready: bool = False
+    life: Life = field(default_factory=Life)
     _longest_token: int | None = None
 
     async def check_size(self, num_characters: int, param: str) -> None:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvist.errors import InvalidRequestError, KvistError
 from kvist.request import OutputDelta
+from kvist.server.access import Access, access_of
 from kvist.server.failures import error_body
 from kvist.server.generation import Batch, ClientGone, Collected, Job, deltas, raise_if_failed, unless_gone
 from kvist.server.metrics import RequestRecord
@@ -76,8 +77,10 @@ class GenerationResponse(Response):
         sizes = tuple(len(job.token_ids) for job in plan.jobs)
         self._tally = Tally(sum(sizes), sizes, plan.choices_per_job)
         self._wants_events = False
+        self._access = Access()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._access = access_of(scope)
         self._wants_events = _wants_events(scope)
         work = self._stream(send) if self._plan.stream else self._whole(scope, receive, send)
         try:
@@ -89,6 +92,9 @@ class GenerationResponse(Response):
             if error.param == "prompt":
                 error.param = self._plan.format.prompt_param
             raise
+        finally:
+            self._access.usage = self._tally.usage()
+            self._access.outcome = self._record.outcome
 
     async def _stream(self, send: Send) -> None:
         batches, stream = self._batches(), EventStream(send, self._state.options.keep_alive_seconds)
@@ -158,6 +164,8 @@ class GenerationResponse(Response):
     def _count(self, choice: int, delta: OutputDelta) -> None:
         self._tally.add(choice, delta)
         self._record.tokens(choice, len(delta.token_ids))
+        if delta.usage is not None and self._access.queue_time is None:
+            self._access.queue_time, self._access.first_token_time = delta.usage.queue_time, delta.usage.time_to_first_token
         if delta.finish_reason is not None:
             self._record.choice_finished(delta.finish_reason, None if delta.usage is None else delta.usage.queue_time)
 

@@ -1,0 +1,151 @@
+"""One client's connection: uvicorn's protocol, with an end to every way of holding it without asking or reading anything.
+
+Knows transports and timers, no routes. Three things are bounded in time: a request's head (from the first of its bytes, or from
+the connection's begin), what the client leaves unread (as long as nothing of it is taken), and, by uvicorn, the pause between two
+requests. Bodies have their own limit (`server/body.py`). The number of connections is bounded too: a new one takes the place of the
+one that was idle longest, or is refused where all are at work. Invariant: at most one timer of each kind a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from typing import TYPE_CHECKING, cast
+
+from kvist.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
+else:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as Protocol
+
+HEAD_SECONDS = 20.0
+UNSENT_BYTES = 64 * 1024
+"""What the system keeps for a client beyond what is on its way."""
+PROBE_SECONDS = 60
+"""A silent connection is probed after this long, so that a client that vanished without a word is noticed."""
+
+_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+
+
+class Connection(Protocol):
+    """What a class made by `connection_class` adds to uvicorn's; its settings are the class's attributes."""
+
+    head_seconds: float
+    stream_seconds: float
+    max_connections: int
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
+    _unread = 0
+    _last_active = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        # A buffer limit of nothing: whatever the client has not taken counts as unread, and no answer piles up here.
+        transport.set_write_buffer_limits(high=0)
+        _set_up(transport.get_extra_info("socket"))
+        self._last_active = self.loop.time()
+        if len(self.connections) > self.max_connections:
+            self._make_room()
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        before: object = self.cycle
+        self._last_active = self.loop.time()
+        super().data_received(data)
+        if self.cycle is not before:
+            self._forget_head()
+        elif self._is_idle:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_head()
+        self._forget_unread()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_unread()
+
+    def on_response_complete(self) -> None:
+        self._last_active = self.loop.time()
+        super().on_response_complete()
+
+    @property
+    def _is_idle(self) -> bool:
+        """No request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self.head_seconds, self._late)
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _late(self) -> None:
+        self._head_timer = None
+        if self._is_idle and not self.transport.is_closing():
+            first: object = self.cycle
+            if first is None:
+                self.transport.write(_LATE)
+            self.transport.close()
+
+    def _await_reader(self) -> None:
+        self._unread = self.transport.get_write_buffer_size()
+        if self._unread_timer is None:
+            self._unread_timer = self.loop.call_later(self.stream_seconds, self._check_reader)
+
+    def _forget_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _check_reader(self) -> None:
+        """A reader that took something since the last look is slow, one that took nothing is gone."""
+        self._unread_timer = None
+        waiting = self.transport.get_write_buffer_size()
+        if waiting >= self._unread:
+            self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _make_room(self) -> None:
+        others = [other for other in self.connections if isinstance(other, Connection) and other is not self]
+        idle = [other for other in others if other._is_idle and not other.transport.is_closing()]
+        if idle:
+            min(idle, key=lambda other: other._last_active).transport.close()
+        else:
+            self.transport.write(_FULL)
+            self.transport.close()
+
+
+def connection_class(options: ServerOptions, *, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
+    """The protocol that uvicorn makes one of for each connection."""
+    settings = {
+        "head_seconds": head_seconds,
+        "stream_seconds": options.stream_timeout,
+        "max_connections": options.max_connections,
+    }
+    return cast(type[asyncio.Protocol], type("Connection", (Connection,), settings))
+
+
+def _set_up(own: socket.socket | None) -> None:
+    if own is None or own.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS // 4)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
