@@ -45,6 +45,14 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
         _DEFAULTS.key_isolation,
     ),
     "max_requests_per_key": (Annotated[int | None, _option("Most requests that one API key may have open at once.")], None),
+    "max_queued_requests": (
+        Annotated[int | None, _option("Most requests that may wait for a place; more are told when to come back.")],
+        None,
+    ),
+    "max_queued_tokens": (
+        Annotated[int | None, _option("Most prompt tokens that may wait for a place, all requests together.")],
+        None,
+    ),
     "served_model_name": (
         Annotated[
             list[str] | None,
@@ -94,6 +102,8 @@ def _build(values: Mapping[str, Any]) -> ServerOptions:
         api_key_file=values["api_key_file"],
         key_isolation=values["key_isolation"],
         max_requests_per_key=values["max_requests_per_key"],
+        max_queued_requests=values["max_queued_requests"],
+        max_queued_tokens=values["max_queued_tokens"],
         served_model_names=_names(values["served_model_name"] or ()),
         max_body_bytes=_size(values["max_body_size"], "--max-body-size"),
         max_connections=values["max_connections"],

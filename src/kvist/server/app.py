@@ -5,6 +5,7 @@ Knows every module of this room and none of their inner workings. The engine run
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from kvist.server.life import Life
 from kvist.server.logprobs import TokenLabels
 from kvist.server.openapi import describe
 from kvist.server.options import ServerOptions
+from kvist.server.queueing import Queue
 from kvist.server.state import ServerState
 from kvist.server.warmup import warm_up
 
@@ -53,6 +55,13 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None, life:
         options=options,
         metrics=metrics.Metrics(engine.snapshot),
         labels=TokenLabels(engine.tokenizer),
+        queue=Queue(
+            engine.snapshot,
+            seats=engine.config.max_num_seqs,
+            max_requests=options.max_queued_requests,
+            max_tokens=options.max_queued_tokens,
+            clock=time.monotonic,
+        ),
         life=life or Life(),
         served_names=options.served_model_names or (engine.config.served_model_name,),
     )

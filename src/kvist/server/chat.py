@@ -40,6 +40,7 @@ async def create_chat_completion(request: Request) -> Response:
     """OpenAI's chat completions."""
     state = state_of(request)
     with state.metrics.begin("chat") as record:
+        state.queue.check()
         body = await read_body(request, state.options.max_body_bytes, partial(parse_request, ChatRequest))
         return GenerationResponse(state, await plan_chat(state, body, salt_of(request, body.cache_salt)), record)
 

@@ -36,6 +36,7 @@ async def create_completion(request: Request) -> Response:
     """OpenAI's completions."""
     state = state_of(request)
     with state.metrics.begin("completions") as record:
+        state.queue.check()
         body = await read_body(request, state.options.max_body_bytes, partial(parse_request, CompletionRequest))
         return GenerationResponse(state, await plan_completion(state, body, salt_of(request, body.cache_salt)), record)
 

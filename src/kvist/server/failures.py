@@ -57,7 +57,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     code = error.code if isinstance(error, InvalidRequestError) else None
     if status >= 500 and code is None:
         code = "engine_stopped" if status == 503 else "internal_error"
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -23,6 +23,9 @@ class ServerOptions:
     api_key_file: Path | None = None
     key_isolation: bool = True
     max_requests_per_key: int | None = None
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    """Prompt tokens of all queued requests together."""
     served_model_names: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES
     cors_origins: tuple[str, ...] = ()
@@ -50,6 +53,10 @@ class ServerOptions:
             _at_least(self.max_requests_per_key, 1, "--max-requests-per-key")
             if not self.wants_keys:
                 raise ConfigError("--max-requests-per-key needs keys; give --api-key or --api-key-file.")
+        if self.max_queued_requests is not None:
+            _at_least(self.max_queued_requests, 0, "--max-queued-requests")
+        if self.max_queued_tokens is not None:
+            _at_least(self.max_queued_tokens, 0, "--max-queued-tokens")
         _at_least(self.max_body_bytes, 1024, "--max-body-size")
         _at_least(self.max_connections, 1, "--max-connections")
         _at_least(self.drain_timeout, 0, "--drain-timeout")

@@ -19,6 +19,7 @@ from kvist.server.life import Life
 from kvist.server.logprobs import TokenLabels
 from kvist.server.metrics import Metrics
 from kvist.server.options import ServerOptions
+from kvist.server.queueing import Queue
 
 SMALL_TEXT = 64 * 1024
 """Characters that are tokenized without a look at what they may come to."""
@@ -30,6 +31,7 @@ class ServerState:
     options: ServerOptions
     metrics: Metrics
     labels: TokenLabels
+    queue: Queue
     served_names: tuple[str, ...]
     created: int = field(default_factory=lambda: int(time.time()))
     life: Life = field(default_factory=Life)

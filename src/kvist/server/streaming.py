@@ -82,10 +82,13 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._access = access_of(scope)
         self._wants_events = _wants_events(scope)
-        work = self._stream(send) if self._plan.stream else self._whole(scope, receive, send)
+        choices = len(self._plan.jobs) * self._plan.choices_per_job
         try:
-            with self._record:
-                await unless_gone(receive, work)
+            with self._record, self._state.queue.place(self._tally.prompt_tokens, choices) as place:
+                try:
+                    await unless_gone(receive, self._stream(send) if self._plan.stream else self._whole(scope, receive, send))
+                finally:
+                    place.answer_tokens = self._tally.completion_tokens
         except ClientGone:
             log.debug("the client of %s went away", self._plan.jobs[0].request_id)
         except InvalidRequestError as error:

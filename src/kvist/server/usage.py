@@ -47,8 +47,13 @@ class Tally:
         prompt, generated = self.tokens_by_job[choice // self.choices_per_job], self._generated.get(choice, 0)
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices together, so far."""
+        return sum(self._generated.values())
+
     def usage(self) -> dict[str, Any]:
-        completion_tokens = sum(self._generated.values())
+        completion_tokens = self.completion_tokens
         cached = sum(usage.num_cached_tokens for usage in self._of_prompts())
         return {
             "prompt_tokens": self.prompt_tokens,
