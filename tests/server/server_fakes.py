@@ -285,6 +285,10 @@ class ServerThread:
         assert not self._thread.is_alive()
         self.listener.close()
 
+    def connections(self) -> list[Any]:
+        """The server's ends of all connections."""
+        return list(self._server.server_state.connections)
+
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 

@@ -1,0 +1,224 @@
+"""Clients that hold a connection without asking or reading: each is let go, and nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from server_fakes import FakeEngine, ServerThread, config, fake_of, serving, wait_until
+from server_sse import COMPLETIONS, stream, text_of
+
+from helpers.tiny_engine import ISAS, tiny_engine
+from kvist.engine.async_engine import AsyncEngine
+from kvist.server.options import ServerOptions
+
+HEAD_SECONDS = 0.3
+
+
+@pytest.fixture(scope="module")
+def strict_server() -> Iterator[ServerThread]:
+    engine = FakeEngine(config=config(max_model_len=100_000, pool_tokens=200_000))
+    options = ServerOptions(warm_up=False, stream_timeout=1, max_connections=6, max_body_bytes=2048)
+    with serving(engine, options, head_seconds=HEAD_SECONDS) as server:
+        yield server
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the server closes; a reset is an end too."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError), connection:
+        while part := connection.recv(65536):
+            data += part
+    return data
+
+
+def request(path: str, body: dict[str, Any] | None = None) -> bytes:
+    raw = b"" if body is None else json.dumps(body).encode()
+    return f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+def ask_health(connection: socket.socket) -> None:
+    connection.sendall(request("/health"))
+    answer = b""
+    while b"}" not in answer:
+        answer += connection.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_does_not_end_is_not_waited_for(strict_server: ServerThread, sent: bytes) -> None:
+    connection = strict_server.connect()
+    connection.sendall(sent)
+    assert rest(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_a_second_head_has_the_same_limit(strict_server: ServerThread) -> None:
+    connection = strict_server.connect()
+    ask_health(connection)
+    connection.sendall(b"GET /he")
+    assert rest(connection) == b""
+
+
+def test_a_head_that_comes_byte_by_byte_has_the_same_limit(strict_server: ServerThread) -> None:
+    connection = strict_server.connect()
+    connection.settimeout(0.02)
+    answer = b""
+    with contextlib.suppress(ConnectionError), connection:
+        while not answer:
+            connection.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(1000)
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_that_nobody_waits_for_holds_nothing(strict_server: ServerThread) -> None:
+    connection = strict_server.connect()
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+    assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    connection.sendall(b"x")
+    assert b"408" not in rest(connection)
+
+
+def test_a_request_that_is_answered_for_long_is_not_late(strict_server: ServerThread) -> None:
+    engine = fake_of(strict_server)
+    engine.hold()
+    connection = strict_server.connect()
+    connection.sendall(request(COMPLETIONS, {"prompt": "a", "max_tokens": 3}))
+    wait_until(lambda: engine.running == 1, "it runs")
+    idle = strict_server.connect()
+    assert rest(idle).startswith(b"HTTP/1.1 408"), "another one's time is up meanwhile"
+    engine.release()
+    assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    connection.close()
+
+
+def silent_reader(server: ServerThread, body: dict[str, Any]) -> socket.socket:
+    """A client with a small window that asks and never reads."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(request(COMPLETIONS, body))
+    return connection
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_reader_that_reads_nothing_is_dropped(strict_server: ServerThread, mode: bool) -> None:
+    engine = fake_of(strict_server)
+    aborted, generated = len(engine.aborted), engine.generated
+    body = {"prompt": "a", "max_tokens": 20_000, "ignore_eos": True, "stream": mode, "logprobs": 5}
+    connection = silent_reader(strict_server, body)
+    wait_until(lambda: engine.generated > generated, "it runs")
+    wait_until(lambda: not alive(strict_server, connection), "the connection is gone")
+    wait_until(lambda: engine.running == 0, "and its request with it")
+    assert len(engine.aborted) == aborted + mode, "a whole answer was complete before anybody had to read it"
+    connection.close()
+
+
+def alive(server: ServerThread, connection: socket.socket) -> bool:
+    own = connection.getsockname()
+    return any(other.client == own for other in server.connections())
+
+
+def test_a_slow_reader_that_reads_on_is_kept(strict_server: ServerThread) -> None:
+    body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=strict_server.url, timeout=60) as client:
+        expected = client.post(COMPLETIONS, json=body).content
+    connection = silent_reader(strict_server, body)
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        part = connection.recv(20_000)
+        assert part
+        data += part
+    connection.close()
+    assert data.count(b"data: ") == expected.count(b"data: ") > 2000
+
+
+def test_idle_connections_make_room_for_new_ones(strict_server: ServerThread) -> None:
+    engine = fake_of(strict_server)
+    wait_until(lambda: len(strict_server.connections()) == 0, "all connections of before are gone")
+    engine.hold()
+    working = [strict_server.connect() for _ in range(4)]
+    for connection in working:
+        connection.sendall(request(COMPLETIONS, {"prompt": "a", "max_tokens": 3}))
+    wait_until(lambda: engine.running == 4, "four are at work")
+    idle = [strict_server.connect() for _ in range(2)]
+    for connection in idle:
+        ask_health(connection)
+    newcomer = strict_server.connect()
+    ask_health(newcomer)
+    assert idle[0].recv(1000) == b"", "the one that was idle longest had to go"
+    more = [strict_server.connect() for _ in range(2)]
+    for connection in more:
+        connection.sendall(request(COMPLETIONS, {"prompt": "a", "max_tokens": 3}))
+    wait_until(lambda: engine.running == 6, "all are at work")
+    assert rest(strict_server.connect()).startswith(b"HTTP/1.1 503")
+    engine.release()
+    for connection in (*working, *more):
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        connection.close()
+    for connection in (*idle, newcomer):
+        connection.close()
+
+
+def test_a_silent_reader_slows_nobody_and_costs_no_blocks() -> None:
+    """On the real engine, which goes on generating for it: the text waits merged, the request ends, the others have their texts."""
+    engine = AsyncEngine(tiny_engine(ISAS[-1], num_kv_blocks=256))
+    body = {"prompt": "hello the win", "temperature": 1, "seed": 5, "max_tokens": 60, "ignore_eos": True}
+    with (
+        serving(engine, ServerOptions(warm_up=False, stream_timeout=1)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        plain = text_of(stream(client, COMPLETIONS, body))
+        wide = body | {"max_tokens": 400, "n": 8, "logprobs": 5, "stream": True}
+        silent = [silent_reader(server, wide) for _ in range(2)]
+        wait_until(lambda: engine.snapshot().num_running >= 8, "the silent ones run")
+        for _ in range(5):
+            assert text_of(stream(client, COMPLETIONS, body)) == plain
+            assert client.get("/health").status_code == 200
+        wait_until(lambda: engine.snapshot().num_running == 0, "their requests end without a reader")
+        wait_until(lambda: not any(alive(server, connection) for connection in silent), "and they are dropped")
+        assert engine.snapshot().blocks_by_state["live"] == 0
+        for connection in silent:
+            connection.close()
+
+
+@pytest.mark.parametrize("declared", [b"Content-Length: 200000000", b"Transfer-Encoding: chunked"])
+def test_an_oversized_body_is_refused_long_before_its_end(strict_server: ServerThread, declared: bytes) -> None:
+    connection = strict_server.connect()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + declared + b"\r\n\r\n")
+    piece = b"4000\r\n" + b"x" * 0x4000 + b"\r\n" if b"chunked" in declared else b"x" * 0x4000
+    sent, answer = 0, b""
+    connection.settimeout(0.01)
+    while not answer:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            connection.sendall(piece)
+            sent += len(piece)
+        with contextlib.suppress(TimeoutError):
+            answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 413")
+    connection.close()
+    assert sent < 200_000_000
+    assert httpx.get(f"{strict_server.url}/health").status_code == 200
+
+
+def test_a_body_longer_than_it_says_is_no_body_of_the_next_request(strict_server: ServerThread) -> None:
+    connection = strict_server.connect()
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}" + b"x" * 100_000)
+    answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"prompt is missing" in answer
+    assert b"200" not in answer
+
+
+def test_a_hundred_thousand_brackets_are_refused_unparsed(strict_server: ServerThread) -> None:
+    with serving(FakeEngine()) as server:
+        for raw in (b"[" * 100_000, b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":' * 100_000):
+            response = httpx.post(server.url + COMPLETIONS, content=raw)
+            assert response.status_code == 400
+            assert "nests deeper" in response.text
