@@ -1,0 +1,389 @@
+"""The disk tier: blocks in segment files of one folder, within a quota, found again after a restart or a crash.
+
+Records are appended to one open segment; a full one gets a footer and its final name. `get` reads with `pread` and verifies before
+it vouches for anything: nothing is mapped, so a file that is cut or damaged under a running server costs a miss, not the process.
+When the quota is reached, the segment that was read or written least recently goes as a whole.
+
+It knows no blocks, hashes or groups, and no threads: one caller puts, another may get meanwhile. What is written of a cache may
+be lost at any time without harm, so an error drops what it may have touched and is counted; after MAX_FAILURES in a row the store
+only reads. Invariants: the files never exceed the quota; the index names whole records only; one process has the folder; the
+entries of a segment whose fsync failed are gone, because nobody can tell which of its pages reached the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvist.errors import ConfigError
+from kvist.store import segments
+from kvist.store.files import Files
+from kvist.store.recovery import SyncPolicy, lock_folder, recover
+from kvist.store.segments import RECORD_HEADER, SEGMENT_HEADER, TRAILER, Entry
+from kvist.store.tier import Item, StoreStats
+
+MIN_SEGMENTS = 8
+"""Of a full tier: the part that one eviction takes is no larger than this share."""
+MAX_SEGMENT_BYTES = 128 << 20
+MAX_FAILURES = 8
+_FOOTER_ENTRY = segments.MAX_NAME + 16
+"""At least what a record takes in the footer."""
+
+
+@dataclass(eq=False, slots=True)
+class _Segment:
+    path: Path
+    size: int
+    last_use: int
+    entries: dict[bytes, Entry] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class _Active:
+    """The segment that is written."""
+
+    segment: _Segment
+    fd: int
+
+
+@dataclass(slots=True)
+class _Counts:
+    found: int = 0
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    damaged: int = 0
+    write_errors: int = 0
+    read_errors: int = 0
+
+
+class DiskStore:
+    """`quota` bytes of `folder`, for payloads of at most `max_payload` bytes. Raises ConfigError when the folder cannot be had."""
+
+    def __init__(
+        self,
+        folder: Path,
+        quota: int,
+        max_payload: int,
+        *,
+        sync: SyncPolicy = "segment",
+        files: Files | None = None,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._folder, self._quota, self._max_payload, self._sync, self._warn = folder, quota, max_payload, sync, warn
+        self._files = files or Files()
+        record = RECORD_HEADER + max_payload + _FOOTER_ENTRY
+        if quota < MIN_SEGMENTS * (SEGMENT_HEADER + TRAILER + record):
+            raise ConfigError(
+                f"a disk tier of {quota:,} bytes is less than the {MIN_SEGMENTS} blocks of {record:,} bytes that one holds: "
+                "give it more in kv_tiers."
+            )
+        self._segment_bytes = max(SEGMENT_HEADER + TRAILER + record, min(quota // MIN_SEGMENTS, MAX_SEGMENT_BYTES))
+        self._lock = threading.Lock()
+        self._index: dict[bytes, tuple[_Segment, Entry]] = {}
+        self._segments: list[_Segment] = []
+        self._active: _Active | None = None
+        self._lost: list[bytes] = []
+        self._counts = _Counts()
+        self._clock = self._number = self._failures = 0
+        self._closed = False
+        self._lock_fd = lock_folder(folder)
+        try:
+            self._recover()
+        except OSError as error:
+            self._files.close(self._lock_fd)
+            raise ConfigError(f"The disk tier's folder {folder} cannot be read: {error.strerror or error}.") from error
+
+    # Any thread
+
+    def names(self) -> list[bytes]:
+        with self._lock:
+            return list(self._index)
+
+    def take_lost(self) -> list[bytes]:
+        with self._lock:
+            lost, self._lost = self._lost, []
+        return lost
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            counts = self._counts
+            return StoreStats(
+                used_bytes=self._used(),
+                quota_bytes=self._quota,
+                num_blocks=len(self._index),
+                num_segments=len(self._segments),
+                found_blocks=counts.found,
+                stored_blocks=counts.stored,
+                loaded_blocks=counts.loaded,
+                evicted_blocks=counts.evicted,
+                damaged_blocks=counts.damaged,
+                write_errors=counts.write_errors,
+                read_errors=counts.read_errors,
+                read_only=self._failures >= MAX_FAILURES,
+            )
+
+    def get(self, items: Sequence[Item]) -> list[bool]:
+        """Each segment is opened once for all that is read from it, in the order of the file."""
+        results = [False] * len(items)
+        by_segment: dict[_Segment, list[tuple[int, Entry]]] = {}
+        with self._lock:
+            for number, (name, _) in enumerate(items):
+                if (found := self._index.get(name)) is not None:
+                    by_segment.setdefault(found[0], []).append((number, found[1]))
+                    found[0].last_use = self._tick()
+        for segment, wanted in by_segment.items():
+            wanted.sort(key=lambda pair: pair[1].offset)
+            self._read_segment(segment, [(number, entry, items[number][1]) for number, entry in wanted], results)
+        with self._lock:
+            self._counts.loaded += sum(results)
+        return results
+
+    def _read_segment(self, segment: _Segment, wanted: list[tuple[int, Entry, memoryview]], results: list[bool]) -> None:
+        path = segment.path
+        try:
+            fd = self._files.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            with self._lock:
+                renamed = segment.path != path
+                if not renamed and segment in self._segments:
+                    # Somebody else removed the file.
+                    self._counts.damaged += len(segment.entries)
+                    self._forget(segment)
+            if renamed:
+                self._read_segment(segment, wanted, results)
+            return
+        except OSError:
+            with self._lock:
+                self._counts.read_errors += 1
+            return
+        try:
+            for number, entry, memory in wanted:
+                results[number] = self._read_record(fd, segment, entry, memory)
+        finally:
+            self._files.close(fd)
+
+    def _read_record(self, fd: int, segment: _Segment, entry: Entry, memory: memoryview) -> bool:
+        header = bytearray(RECORD_HEADER)
+        failed = False
+        if memory.nbytes == entry.size:
+            try:
+                done = self._files.read(fd, [memoryview(header), memory], entry.offset)
+            except OSError:
+                failed, done = True, 0
+            if done == RECORD_HEADER + entry.size and segments.payload_is_intact(bytes(header), entry.name, memory):
+                return True
+        with self._lock:
+            if self._index.get(entry.name) == (segment, entry):
+                del self._index[entry.name], segment.entries[entry.name]
+                self._lost.append(entry.name)
+                self._counts.read_errors += failed
+                self._counts.damaged += not failed
+        return False
+
+    # The writer's thread
+
+    def put(self, items: Sequence[Item]) -> list[bytes]:
+        """Appends what is not there yet; under the policy "always" it is on the disk when this returns."""
+        assert not self._closed, "the store is closed"
+        written = [name for name, payload in items if self._append(name, payload)]
+        if written and self._sync == "always" and self._active is not None:
+            self._sync_active(self._active)
+        with self._lock:
+            kept = [name for name in written if name in self._index]
+            self._counts.stored += len(kept)
+            return kept
+
+    def close(self) -> None:
+        """Seal what is open and give the folder free."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._active is not None:
+            self._seal(self._active)
+        self._files.close(self._lock_fd)
+
+    def _append(self, name: bytes, payload: memoryview) -> bool:
+        """Whether the record is there now. After a failed write the segment is cut back to its last whole record."""
+        assert payload.nbytes <= self._max_payload
+        if name in self._index:
+            return True
+        need = RECORD_HEADER + payload.nbytes
+        active = self._writable(need)
+        if active is None:
+            return False
+        segment = active.segment
+        entry = Entry(name, segment.size, payload.nbytes)
+        try:
+            header = segments.record_header(name, payload)
+            self._files.write(active.fd, [memoryview(header), payload], segment.size)
+        except OSError as error:
+            self._failed(error)
+            try:
+                self._files.truncate(active.fd, segment.size)
+            except OSError:
+                # What stands behind the last whole record is unknown: the next start cuts it off.
+                segment.size = entry.end
+                self._retire(active)
+            return False
+        with self._lock:
+            self._failures = 0
+            segment.size = entry.end
+            segment.last_use = self._tick()
+            segment.entries[name] = entry
+            self._index[name] = (segment, entry)
+        return True
+
+    def _writable(self, need: int) -> _Active | None:
+        """The open segment with room for `need` bytes and its footer, within the quota; None when there can be none."""
+        if self._failures >= MAX_FAILURES:
+            return None
+        active = self._active
+        if active is not None:
+            footer_bytes = TRAILER + _FOOTER_ENTRY * (len(active.segment.entries) + 1)
+            if active.segment.size + need + footer_bytes > self._segment_bytes:
+                self._seal(active)
+                active = None
+        reserve = TRAILER + _FOOTER_ENTRY * (1 + (len(active.segment.entries) if active else 0))
+        if not self._make_room(need + reserve + (0 if active else SEGMENT_HEADER)):
+            return None
+        return active or self._open_segment()
+
+    def _open_segment(self) -> _Active | None:
+        self._number += 1
+        path = self._folder / f"{self._number:012d}.open"
+        try:
+            fd = self._files.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            self._failed(error)
+            return None
+        try:
+            self._files.write(fd, [memoryview(segments.segment_header())], 0)
+        except OSError as error:
+            self._failed(error)
+            self._files.close(fd)
+            with contextlib.suppress(OSError):
+                self._files.unlink(path)
+            return None
+        segment = _Segment(path, SEGMENT_HEADER, self._tick())
+        with self._lock:
+            self._segments.append(segment)
+        self._active = _Active(segment, fd)
+        return self._active
+
+    def _sync_active(self, active: _Active) -> bool:
+        try:
+            self._files.sync(active.fd)
+        except OSError as error:
+            self._failed(error)
+            self._retire(active)
+            self._drop(active.segment)
+            return False
+        return True
+
+    def _seal(self, active: _Active) -> None:
+        """Footer, fsync, final name. Without a footer the records still stand, and the next start walks them."""
+        segment = active.segment
+        body = segments.footer(list(segment.entries.values()), segment.size)
+        with self._lock:
+            offset = segment.size
+            segment.size += len(body)
+        try:
+            self._files.write(active.fd, [memoryview(body)], offset)
+        except OSError as error:
+            self._failed(error)
+            self._retire(active)
+            return
+        if self._sync != "never" and not self._sync_active(active):
+            return
+        self._retire(active)
+        final = segment.path.with_suffix(".seg")
+        try:
+            with self._lock:
+                self._files.rename(segment.path, final)
+                segment.path = final
+            if self._sync != "never":
+                self._files.sync_folder(self._folder)
+        except OSError as error:
+            # Under either name it is the same file.
+            self._failed(error)
+
+    def _retire(self, active: _Active) -> None:
+        """Write no more to this segment."""
+        self._files.close(active.fd)
+        self._active = None
+
+    def _make_room(self, need: int) -> bool:
+        """Remove the least recently used segments until `need` bytes fit into the quota."""
+        stuck: set[_Segment] = set()
+        while self._used() + need > self._quota:
+            active = self._active.segment if self._active else None
+            candidates = [segment for segment in self._segments if segment is not active and segment not in stuck]
+            if not candidates:
+                return False
+            oldest = min(candidates, key=lambda segment: segment.last_use)
+            self._counts.evicted += len(oldest.entries)
+            if not self._drop(oldest):
+                stuck.add(oldest)
+        return True
+
+    def _drop(self, segment: _Segment) -> bool:
+        """Forget all that a segment holds and remove it. Its bytes count until the file is gone."""
+        try:
+            with self._lock:
+                self._forget_entries(segment)
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.unlink(segment.path)
+                if segment in self._segments:
+                    self._segments.remove(segment)
+        except OSError as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _forget(self, segment: _Segment) -> None:
+        self._forget_entries(segment)
+        self._segments.remove(segment)
+
+    def _forget_entries(self, segment: _Segment) -> None:
+        for name in segment.entries:
+            if name in self._index and self._index[name][0] is segment:
+                del self._index[name]
+                self._lost.append(name)
+        segment.entries = {}
+
+    def _failed(self, error: OSError) -> None:
+        with self._lock:
+            self._counts.write_errors += 1
+            self._failures += 1
+            stopped = self._failures == MAX_FAILURES
+        if stopped:
+            self._warn(f"The disk tier in {self._folder} keeps no new blocks: {error.strerror or error}.")
+
+    def _used(self) -> int:
+        return sum(segment.size for segment in self._segments)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # At the start
+
+    def _recover(self) -> None:
+        """Rebuild the index. Of two records with one name, the later counts."""
+        found = recover(self._folder, self._files, self._sync)
+        for old in found.segments:
+            segment = _Segment(old.path, old.size, self._tick(), {entry.name: entry for entry in old.entries})
+            self._segments.append(segment)
+            for name, entry in segment.entries.items():
+                self._index[name] = (segment, entry)
+        self._number = found.last_number
+        self._counts.damaged, self._counts.read_errors = found.damaged, found.read_errors
+        if found.foreign:
+            self._warn(f"The disk tier removed {found.foreign} segments of another format from {self._folder}.")
+        self._make_room(0)
+        self._counts.found, self._counts.evicted, self._lost = len(self._index), 0, []

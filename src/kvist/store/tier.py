@@ -1,0 +1,55 @@
+"""What a memory tier behind the device is: the `BlockStore` protocol, for a disk here and for a remote store to come.
+
+A store keeps opaque payloads under opaque names. It decides nothing but what to drop when it is full, and it never returns bytes
+that are not the ones put under that name: everything that it cannot vouch for is a miss. Calls may block; `put` comes from one
+thread, `get` from another, `stats` from any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Item = tuple[bytes, memoryview]
+"""A name and its payload, or the memory that the payload is to be read into."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counts since the start; sizes in bytes."""
+
+    used_bytes: int = 0
+    quota_bytes: int = 0
+    num_blocks: int = 0
+    num_segments: int = 0
+    found_blocks: int = 0
+    """Blocks that were there at the start."""
+    stored_blocks: int = 0
+    loaded_blocks: int = 0
+    evicted_blocks: int = 0
+    damaged_blocks: int = 0
+    """Records that did not verify, or were cut off: dropped, never served."""
+    write_errors: int = 0
+    read_errors: int = 0
+    read_only: bool = False
+    """Writing failed too often; what is there is still read."""
+
+
+class BlockStore(Protocol):
+    def names(self) -> Iterable[bytes]:
+        """All that can be had now."""
+
+    def put(self, items: Sequence[Item]) -> list[bytes]:
+        """Keep copies. Returns the names that are there now; errors are counted, not raised."""
+
+    def get(self, items: Sequence[Item]) -> list[bool]:
+        """Read into the given memory, and say for each whether the bytes are the right ones; otherwise the memory holds rubbish."""
+
+    def take_lost(self) -> list[bytes]:
+        """The names that were dropped since the last call, for whatever reason."""
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None:
+        """Bring everything to rest; twice is harmless."""

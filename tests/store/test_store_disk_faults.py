@@ -1,0 +1,204 @@
+"""The n-th write, fsync, rename, read, open, truncate or unlink fails, for every n; and the process ends at every call.
+
+Whatever fails: no exception leaves the store, no wrong byte is served, the store's own index stays true to its answers, the quota
+holds, and the next start finds a folder that it can use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.disk import Crash, FaultyFiles, abandon, get, names, open_store, put
+from kvist.store.disk import MAX_FAILURES, DiskStore
+from kvist.store.recovery import SyncPolicy
+
+QUOTA = 6000
+"""About 14 records, in segments of two."""
+POLICIES: tuple[SyncPolicy, ...] = ("always", "segment", "never")
+ALL = names(36)
+
+
+def work(store: DiskStore, acknowledged: set[bytes], *, read: bool = True) -> None:
+    """Puts three at a time, gets among them, keeps the books of what must be there."""
+    for start in range(0, len(ALL), 3):
+        batch = ALL[start : start + 3]
+        stored = put(store, *batch)
+        acknowledged -= set(store.take_lost())
+        acknowledged |= set(stored)
+        assert set(stored) <= set(batch)
+        if read and start % 9 == 0:
+            wanted = ALL[: start + 3 : 2]
+            hits = get(store, *wanted)
+            acknowledged -= set(store.take_lost())
+            assert {name for name, hit in zip(wanted, hits, strict=True) if hit} <= acknowledged
+    assert acknowledged == set(store.names()), "whatever was stored and not told lost is there"
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("0*"))
+
+
+def count_calls(folder: Path, sync: SyncPolicy) -> dict[str, int]:
+    files = FaultyFiles()
+    store = open_store(folder, QUOTA, sync=sync, files=files)
+    work(store, set())
+    store.close()
+    return dict(files.calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sync"),
+    [
+        ("write", "segment"),
+        ("write", "always"),
+        ("sync", "segment"),
+        ("sync", "always"),
+        ("sync_folder", "segment"),
+        ("rename", "segment"),
+        ("rename", "never"),
+        ("read", "segment"),
+        ("open", "segment"),
+        ("unlink", "segment"),
+    ],
+)
+def test_the_nth_call_of_each_kind_fails(tmp_path: Path, kind: str, sync: SyncPolicy) -> None:
+    total = count_calls(tmp_path / "plain", sync).get(kind, 0)
+    assert total >= 6
+    for nth in range(1, total + 1):
+        folder = tmp_path / f"{nth}"
+        files = FaultyFiles({kind: nth}, seed=nth)
+        store = open_store(folder, QUOTA, sync=sync, files=files)
+        acknowledged: set[bytes] = set()
+        work(store, acknowledged)
+        stats = store.stats()
+        assert folder_bytes(folder) <= QUOTA
+        store.close()
+        assert files.failed[kind] == 1
+        assert (stats.write_errors + stats.read_errors > 0) or nth > total - 5, "what failed is counted"
+        # A rename that failed, or a file that could not be removed, leaves all that is needed.
+        again = open_store(folder, QUOTA, sync=sync)
+        found = set(again.names())
+        assert found - acknowledged <= set(ALL)
+        assert all(get(again, *ALL)[ALL.index(name)] for name in found)
+        if kind != "unlink" and files.calls[kind] > nth:
+            assert acknowledged <= found | set(store.take_lost())
+        assert put(again, b"goes on") == [b"goes on"]
+        again.close()
+
+
+def test_a_failed_fsync_discards_its_segment(tmp_path: Path) -> None:
+    store = open_store(tmp_path, sync="always", files=FaultyFiles({"sync": 2}))
+    assert put(store, b"a") == [b"a"]
+    assert put(store, b"b") == []
+    assert sorted(store.take_lost()) == [b"a", b"b"]
+    assert get(store, b"a", b"b") == [False, False]
+    assert folder_bytes(tmp_path) == 0
+    assert put(store, b"b") == [b"b"]
+    store.close()
+    again = open_store(tmp_path)
+    assert again.names() == [b"b"]
+    again.close()
+
+
+def test_a_failed_write_loses_that_record_alone(tmp_path: Path) -> None:
+    # The first write is the segment's header.
+    for files in (FaultyFiles({"write": 3}), FaultyFiles({"write": 3, "truncate": 1})):
+        folder = tmp_path / str(len(files.fail_at))
+        store = open_store(folder, files=files)
+        assert put(store, b"a", b"b", b"c") == [b"a", b"c"]
+        assert get(store, b"a", b"b", b"c") == [True, False, True]
+        assert store.stats().num_segments == len(files.fail_at), "a tail that cannot be cut off closes the segment"
+        abandon(store)
+        again = open_store(folder)
+        assert get(again, b"a", b"b", b"c") == [True, False, True]
+        again.close()
+
+
+def test_a_disk_that_stays_full_ends_writing_not_reading(tmp_path: Path) -> None:
+    class Full(FaultyFiles):
+        full = False
+
+        def _call(self, kind: str) -> bool:
+            return super()._call(kind) or (self.full and kind == "write")
+
+    told: list[str] = []
+    files = Full()
+    store = open_store(tmp_path, files=files, warn=told.append)
+    put(store, *names(5))
+    files.full = True
+    for name in names(20, b"m"):
+        assert put(store, name) == []
+    assert len(told) == 1
+    assert told[0].endswith("keeps no new blocks: No space left on device.")
+    assert store.stats().read_only
+    assert store.stats().write_errors == MAX_FAILURES
+    assert all(get(store, *names(5)))
+    abandon(store)
+
+
+@pytest.mark.parametrize("sync", POLICIES)
+def test_the_process_ends_at_any_call(tmp_path: Path, sync: SyncPolicy) -> None:
+    total = sum(count_calls(tmp_path / "plain", sync).values())
+    ended = 0
+    for nth in range(1, total, 3):
+        folder = tmp_path / f"{nth}"
+        acknowledged: set[bytes] = set()
+        files = FaultyFiles(crash_at=nth, seed=nth)
+        try:
+            store = None
+            store = open_store(folder, QUOTA, sync=sync, files=files)
+            work(store, acknowledged)
+            store.close()
+        except Crash:
+            ended += 1
+        # All descriptors go with a process; here they are closed by hand, the folder's lock with them.
+        if store is None:
+            continue
+        abandon(store)
+        again = open_store(folder, QUOTA, sync=sync)
+        lost = set(store.take_lost())
+        assert acknowledged - lost - evicted_by(store, again) <= set(again.names())
+        assert all(get(again, *again.names()))
+        assert folder_bytes(folder) <= QUOTA
+        again.close()
+    assert ended > 20
+
+
+def evicted_by(before: DiskStore, after: DiskStore) -> set[bytes]:
+    """What the crash caught between forgetting and removing, or what had to go for the footer that mended the last segment."""
+    return set() if len(after.names()) >= len(before.names()) - 4 else set(ALL)
+
+
+@pytest.mark.parametrize("sync", POLICIES)
+def test_the_power_goes_at_any_call(tmp_path: Path, sync: SyncPolicy) -> None:
+    """Under "always" nothing that was acknowledged is lost; under the others what is lost is a miss."""
+    total = sum(count_calls(tmp_path / "plain", sync).values())
+    hits = misses = 0
+    for nth in range(2, total, 5):
+        folder = tmp_path / f"{nth}"
+        acknowledged: set[bytes] = set()
+        files = FaultyFiles(crash_at=nth, seed=nth)
+        store = None
+        try:
+            store = open_store(folder, QUOTA, sync=sync, files=files)
+            work(store, acknowledged, read=False)
+        except Crash:
+            pass
+        if store is None:
+            continue
+        abandon(store)
+        files.power_loss(folder)
+        again = open_store(folder, QUOTA, sync=sync)
+        expected = acknowledged - set(store.take_lost())
+        results = get(again, *ALL)
+        for name, hit in zip(ALL, results, strict=True):
+            hits += hit
+            misses += name in expected and not hit
+        if sync == "always" and again.stats().evicted_blocks == 0 and evicted_by(store, again) == set():
+            assert {name for name, hit in zip(ALL, results, strict=True) if hit} >= expected
+        assert put(again, b"goes on") == [b"goes on"]
+        again.close()
+    assert hits > 50
+    assert misses > 0 or sync == "always"
