@@ -1,6 +1,7 @@
 // Grow-only scratch memory, 64-byte aligned, uninitialised.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <new>
@@ -20,6 +21,7 @@ class Buffer {
     if (count > count_) {
       std::free(data_);
       data_ = nullptr;
+      count = std::max(count, count_ + count_ / 2);  // a batch that grows row by row must not allocate each time
       count_ = 0;
       const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
       data_ = static_cast<T*>(std::aligned_alloc(64, bytes));

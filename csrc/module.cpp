@@ -9,6 +9,7 @@
 
 #include "cpu_features.h"
 #include "machine.h"
+#include "module_program.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -149,4 +150,6 @@ NB_MODULE(KVIST_MODULE, m) {
              require(qkv.shape(0) == static_cast<size_t>(step.batch.rows) && layer.group < static_cast<int>(step.groups.size()), "attend: batch");
              self.attend(step, layer, qkv.data(), out.data());
            }, Release());
+
+  define_program(m);
 }

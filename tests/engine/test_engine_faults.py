@@ -30,10 +30,10 @@ class Zeros:
         self.vocab_size = vocab_size
 
     def forward(self, batch: Any) -> Any:
-        return np.zeros((batch.num_tokens, 1), np.float32)
+        return self.logits(batch)
 
-    def logits(self, hidden: Any) -> Any:
-        return np.zeros((len(hidden), self.vocab_size), np.float32)
+    def logits(self, batch: Any) -> Any:
+        return np.zeros((len(batch.logit_rows), self.vocab_size), np.float32)
 
 
 @pytest.mark.parametrize("windows", [(), (8, 24, 8, 24, 8, None)])
@@ -83,8 +83,8 @@ class FaultyModel:
             raise ArithmeticError("a fault on purpose")
         return self.model.forward(batch)
 
-    def logits(self, hidden: Any) -> Any:
-        return self.model.logits(hidden)
+    def logits(self, batch: Any) -> Any:
+        return self.model.logits(batch)
 
 
 @pytest.mark.parametrize("fault_at", range(1, 15))
@@ -112,10 +112,7 @@ def test_a_fault_at_every_step_ends_only_what_ran_in_it(fault_at, caplog):
 def test_logits_without_a_number_fail_one_request():
     class NanModel(FaultyModel):
         def forward(self, batch: Any) -> Any:
-            return self.model.forward(batch)
-
-        def logits(self, hidden: Any) -> Any:
-            logits = self.model.logits(hidden).copy()
+            logits = self.model.forward(batch).copy()
             self.calls += 1
             if self.calls == self.fault_at:
                 logits[0] = np.nan
@@ -169,8 +166,8 @@ def test_a_fault_in_the_text_of_an_aborted_request():
 
 def test_prompt_scores_without_a_number_fail_one_request():
     class NanScores(FaultyModel):
-        def logits(self, hidden: Any) -> Any:
-            logits = self.model.logits(hidden).copy()
+        def logits(self, batch: Any) -> Any:
+            logits = self.model.logits(batch).copy()
             if len(logits) == 5 and not self.calls:
                 self.calls = 1
                 logits[0] = np.nan

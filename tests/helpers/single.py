@@ -166,12 +166,13 @@ class Bench:
             query_start_loc=np.cumsum([0, *rows]).astype(np.int32),
             seq_lens=np.array([sequence.length for sequence, _ in work], np.int32),
             groups=tuple(groups),
+            logit_rows=np.arange(sum(rows), dtype=np.int32),
         )
 
     def step(self, work: Sequence[tuple[TestSequence, Sequence[int]]]) -> list[F32]:
         """One forward pass; the logits [rows, vocab] of each sequence."""
         batch = self.batch(work)
-        logits = self.model.logits(self.model.forward(batch)).copy()
+        logits = self.model.forward(batch).copy()
         return np.split(logits, batch.query_start_loc[1:-1])
 
     def run(self, sequence: TestSequence, tokens: Sequence[int], chunks: Iterable[int] | int | None = None) -> F32:

@@ -170,19 +170,16 @@ class TracingRunner:
 
     def forward(self, output: Any) -> Any:
         self.trace.steps.append([len(item.token_ids) for item in output.scheduled])
-        return self.inner.forward(output)
-
-    def sampled_logits(self, output: Any, hidden: Any) -> Any:
-        logits = self.inner.sampled_logits(output, hidden)
+        result = self.inner.forward(output)
         items = [item for item in output.scheduled if item.samples]
-        for item, row in zip(items, logits, strict=True):
+        for item, row in zip(items, result.logits, strict=True):
             key = (item.request_id, item.start + len(item.token_ids) - 1)
             bits = np.ascontiguousarray(row).tobytes()
             assert self.trace.rows.setdefault(key, bits) == bits, "one row, computed again, has other bits"
-        return logits
+        return result
 
-    def prompt_logits(self, output: Any, hidden: Any) -> Any:
-        return self.inner.prompt_logits(output, hidden)
+    def prompt_logits(self, output: Any, batch: Any) -> Any:
+        return self.inner.prompt_logits(output, batch)
 
 
 def trace_logits(engine: Engine) -> Trace:

@@ -1,4 +1,4 @@
-"""Rotary tables against closed forms and transformers; workspaces that only grow."""
+"""Rotary tables against closed forms and transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvist.config import RopeConfig
 from kvist.errors import ModelFormatError
-from kvist.models.layers import Workspace, rope_frequencies, rope_tables
+from kvist.models.layers import rope_frequencies, rope_tables
 
 LLAMA3 = RopeConfig(500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 YARN = RopeConfig(10000.0, scaling="yarn", factor=4.0, original_max_position=4096)
@@ -102,17 +102,3 @@ def test_a_given_attention_factor_replaces_yarns() -> None:
 def test_what_cannot_be_is_refused(rope: RopeConfig, message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):
         rope_frequencies(rope, 64)
-
-
-def test_a_workspace_grows_and_never_shrinks() -> None:
-    workspace = Workspace(3, 5)
-    first = workspace.rows(4)
-    assert [view.shape for view in first] == [(4, 3), (4, 5)]
-    smaller = workspace.rows(2)
-    assert [view.shape for view in smaller] == [(2, 3), (2, 5)]
-    assert all(np.shares_memory(a, b) for a, b in zip(first, smaller, strict=True))
-    larger = workspace.rows(9)
-    assert not any(np.shares_memory(a, b) for a, b in zip(first, larger, strict=True))
-    again = workspace.rows(4)
-    assert all(np.shares_memory(a, b) for a, b in zip(larger, again, strict=True))
-    assert all(view.flags.c_contiguous for view in again)

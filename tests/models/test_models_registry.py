@@ -58,14 +58,19 @@ def test_a_model_without_a_head_uses_its_embedding() -> None:
     assert not np.array_equal(logits, own.run(own.sequence(), tokens))
 
 
+def test_logits_of_other_rows_of_the_same_batch() -> None:
+    bench = bind()
+    batch = bench.batch([(bench.sequence(), [1, 2, 3]), (bench.sequence(), [4, 5])])
+    every = bench.model.forward(batch).copy()
+    assert every.shape == (5, TINY.size)
+    some = bench.model.logits(replace(batch, logit_rows=np.array([4, 1, 1], np.int32)))
+    assert np.array_equal(some, every[[4, 1, 1]])
+    assert bench.model.logits(replace(batch, logit_rows=np.empty(0, np.int32))).shape == (0, TINY.size)
+
+
 def test_steps_reuse_their_memory() -> None:
     bench = bind()
-    model = bench.model
-    large = model.forward(bench.batch([(bench.sequence(), [1] * 20)]))
-    small = model.forward(bench.batch([(bench.sequence(), [1])]))
-    assert large.shape == (20, 64)
+    large = bench.model.forward(bench.batch([(bench.sequence(), [1] * 20)]))
+    small = bench.model.forward(bench.batch([(bench.sequence(), [1])]))
+    assert (large.shape, small.shape) == ((20, TINY.size), (1, TINY.size))
     assert np.shares_memory(large, small)
-    first, second = model.logits(large), model.logits(small)
-    assert second.shape == (1, TINY.size)
-    assert np.shares_memory(first, second)
-    assert model.logits(large[:0]).shape == (0, TINY.size)

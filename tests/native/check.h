@@ -96,5 +96,6 @@ void row_cases(Digest& digest);
 void linear_cases(Digest& digest);
 void attention_cases(Digest& digest);
 void pool_cases(Digest& digest);
+void program_cases(Digest& digest);
 
 }  // namespace native_test

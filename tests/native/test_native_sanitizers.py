@@ -21,8 +21,8 @@ from kvist.kernels.cpu import REQUIRED_FLAGS
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-MODULE_ONLY = "module.cpp"
-SETS = ("simd", "row", "linear", "attention", "pool")
+MODULE_ONLY = "module"
+SETS = ("simd", "row", "linear", "attention", "pool", "program")
 COMMON = ("-std=gnu++20", "-O1", "-g1", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -105,7 +105,7 @@ class Workshop:
 
     def _program(self, *flags: str) -> str:
         sources = sorted(CSRC.glob("*.cpp")) + sorted(HERE.glob("*.cpp"))
-        text = "".join(f'#include "{path}"\n' for path in sources if path.name != MODULE_ONLY)
+        text = "".join(f'#include "{path}"\n' for path in sources if not path.name.startswith(MODULE_ONLY))
         path, complaint = self._compile(text, "-DKVIST_NAMESPACE=kvist_native", f"-I{CSRC}", f"-I{HERE}", *flags)
         assert not complaint, complaint
         return path

@@ -32,7 +32,8 @@ def build_batch(scheduled: Sequence[ScheduledRequest], block_size: int, num_grou
         table = pad_tables([item.block_tables[group] for item in scheduled])
         slots = table[sequence_of_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
         groups.append(GroupTables(table, slots))
-    return ForwardBatch(token_ids, positions, query_start_loc, starts + counts, tuple(groups))
+    logit_rows = (query_start_loc[1:] - 1)[[item.samples for item in scheduled]]
+    return ForwardBatch(token_ids, positions, query_start_loc, starts + counts, tuple(groups), logit_rows)
 
 
 def pad_tables(tables: Sequence[array[int]]) -> I32:

@@ -25,7 +25,7 @@ from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits, Runner
 from kvist.engine.sampler import Sampled, SamplingState, failure, sample, token_logprob
 from kvist.errors import InvalidRequestError
-from kvist.kernels.ops import F32
+from kvist.kernels.ops import F32, ForwardBatch
 from kvist.request import (
     STRUCTURED_OUTPUTS,
     FinishReason,
@@ -206,9 +206,9 @@ class Engine:
         if output.empty:
             return deltas + self._fail(list(self._choices), "The scheduler found nothing that can run.")
         try:
-            hidden = self.runner.forward(output)
-            unscored = self._score_prompts(output, hidden)
-            drawn = {**self._draw(output, hidden), **unscored}
+            result = self.runner.forward(output)
+            drawn = self._draw(output, result.logits)
+            drawn |= self._score_prompts(output, result.batch)
         except Exception as error:
             counters.failed_steps += 1
             deltas += self._fail([item.request_id for item in output.scheduled], failure(error))
@@ -257,10 +257,10 @@ class Engine:
             profile=self.config.profile,
         )
 
-    def _score_prompts(self, output: SchedulerOutput, hidden: F32) -> dict[str, Sampled]:
+    def _score_prompts(self, output: SchedulerOutput, batch: ForwardBatch) -> dict[str, Sampled]:
         """Fills in the prompt scores that the step's rows give; the requests for which that is impossible, and why."""
         failed: dict[str, Sampled] = {}
-        for scored in self.runner.prompt_logits(output, hidden):
+        for scored in self.runner.prompt_logits(output, batch):
             try:
                 self._score_prompt(scored)
             except Exception as error:
@@ -278,7 +278,7 @@ class Engine:
             if scores[position] is None:
                 scores[position] = token_logprob(scored.logits[row], prompt[position], num_top)
 
-    def _draw(self, output: SchedulerOutput, hidden: F32) -> Mapping[str, Sampled]:
+    def _draw(self, output: SchedulerOutput, logits: F32) -> dict[str, Sampled]:
         """A token for each request whose rows reach its end."""
         choices = [self._choices[item.request_id] for item in output.scheduled if item.samples]
         if not choices:
@@ -287,7 +287,7 @@ class Engine:
         if constrained:
             self._masks.fill(constrained)
         states = [choice.sampling for choice in choices]
-        drawn = sample(self.runner.sampled_logits(output, hidden), states)
+        drawn = sample(logits, states)
         return {state.request.request_id: token for state, token in zip(states, drawn, strict=True)}
 
     def _advance(self, output: SchedulerOutput, drawn: Mapping[str, Sampled]) -> list[OutputDelta]:

@@ -1,13 +1,13 @@
 """One forward pass, and the logits that a step asks for. It decides nothing, and knows neither text nor sampling.
 
-Invariants: a step's hidden states are computed once; logits only for rows that a token is drawn from, or whose prompt token is
-scored, the latter in slices so that a long prompt never holds [prompt, vocabulary] floats at once.
+Invariants: a step's rows are computed once; logits only for rows that a token is drawn from, or whose prompt token is scored, the
+latter in slices so that a long prompt never holds [prompt, vocabulary] floats at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +22,13 @@ LOGITS_SLICE = 64
 
 
 class ForwardModel(Protocol):
-    """A model bound to its weights, kernels and KV memory."""
+    """A model bound to its weights, kernels and KV memory. Both calls give a view that is valid until the next call of either."""
 
     def forward(self, batch: ForwardBatch) -> F32:
-        """Hidden states [rows, hidden] of every row, before the final norm; writes the rows' keys and values."""
+        """Writes the rows' keys and values; logits [rows, vocabulary] of `batch.logit_rows`."""
 
-    def logits(self, hidden: F32) -> F32:
-        """[rows, vocabulary] of some rows' hidden states."""
+    def logits(self, batch: ForwardBatch) -> F32:
+        """Logits of `batch.logit_rows`, of the batch that `forward` computed last."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +41,34 @@ class PromptLogits:
 
 
 @dataclass(frozen=True)
+class StepResult:
+    """`logits` [requests that sample, vocabulary], in the scheduler's order; a view that the next call of the runner overwrites."""
+
+    batch: ForwardBatch
+    logits: F32
+
+
+@dataclass(frozen=True)
 class Runner:
     model: ForwardModel
     spec: KVSpec
 
-    def forward(self, output: SchedulerOutput) -> F32:
-        """Hidden states of the step's rows, in the scheduler's order."""
-        return self.model.forward(build_batch(output.scheduled, self.spec.block_size, len(self.spec.groups)))
+    def forward(self, output: SchedulerOutput) -> StepResult:
+        """Compute the step's rows, and the logits of the last row of each request that samples."""
+        batch = build_batch(output.scheduled, self.spec.block_size, len(self.spec.groups))
+        return StepResult(batch, self.model.forward(batch))
 
-    def sampled_logits(self, output: SchedulerOutput, hidden: F32) -> F32:
-        """Logits of the last row of each request that samples, in the scheduler's order."""
-        ends = np.cumsum([len(item.token_ids) for item in output.scheduled])
-        rows = [int(end) - 1 for item, end in zip(output.scheduled, ends, strict=True) if item.samples]
-        return self.model.logits(np.ascontiguousarray(hidden[rows]))
-
-    def prompt_logits(self, output: SchedulerOutput, hidden: F32) -> Iterator[PromptLogits]:
-        """Logits of the prompt rows that are to be scored, at most LOGITS_SLICE rows at a time."""
+    def prompt_logits(self, output: SchedulerOutput, batch: ForwardBatch) -> Iterator[PromptLogits]:
+        """Logits of the prompt rows that are to be scored, at most LOGITS_SLICE rows at a time, of the `batch` computed last."""
         first_row = 0
         for item in output.scheduled:
             if item.prompt_logprobs_from is not None:
-                yield from self._slices(item, hidden[first_row : first_row + len(item.token_ids)])
+                yield from self._slices(item, first_row, batch)
             first_row += len(item.token_ids)
 
-    def _slices(self, item: ScheduledRequest, hidden: F32) -> Iterator[PromptLogits]:
+    def _slices(self, item: ScheduledRequest, first_row: int, batch: ForwardBatch) -> Iterator[PromptLogits]:
         assert item.prompt_logprobs_from is not None
-        for start in range(item.prompt_logprobs_from - item.start, len(hidden), LOGITS_SLICE):
-            logits = self.model.logits(np.ascontiguousarray(hidden[start : start + LOGITS_SLICE]))
-            yield PromptLogits(item.request_id, item.start + start, logits)
+        for start in range(item.prompt_logprobs_from - item.start, len(item.token_ids), LOGITS_SLICE):
+            stop = min(start + LOGITS_SLICE, len(item.token_ids))
+            rows = np.arange(first_row + start, first_row + stop, dtype=np.int32)
+            yield PromptLogits(item.request_id, item.start + start, self.model.logits(replace(batch, logit_rows=rows)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.errors import ConfigError
+from kvist.kernels.native_program import NativeProgram
 from kvist.kernels.ops import F32, I32, AttentionParams, ForwardBatch, PackedLinear
+from kvist.kernels.program import Array, Call
 from kvist.kv.spec import KVSpec
 
 REQUIRED_FLAGS: dict[str, tuple[str, ...]] = {
@@ -183,3 +186,6 @@ class CpuOps:
 
     def attend(self, batch: _StepHandle, attention: _AttentionHandle, qkv: F32, out: F32) -> None:
         self._machine.attend(batch.native, attention.native, qkv, out)
+
+    def record(self, calls: Sequence[Call], result: Array) -> NativeProgram:
+        return NativeProgram(self._module.Program(self._machine), calls, result)

@@ -14,13 +14,17 @@ All float arrays are C-contiguous float32 unless stated; 16-bit values travel as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvist.kv.spec import KVSpec
+
+if TYPE_CHECKING:
+    from kvist.kernels.program import Array, Call
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -72,13 +76,14 @@ class GroupTables:
 @dataclass(frozen=True)
 class ForwardBatch:
     """Everything a forward pass needs of the requests. Rows of sequence s are query_start_loc[s] .. query_start_loc[s + 1]; its
-    positions are consecutive and end at seq_lens[s] - 1."""
+    positions are consecutive and end at seq_lens[s] - 1. `logit_rows`: the rows whose logits are wanted."""
 
     token_ids: I32
     positions: I32
     query_start_loc: I32
     seq_lens: I32
     groups: tuple[GroupTables, ...]
+    logit_rows: I32 = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +114,19 @@ class Linear(Protocol):
     def n(self) -> int: ...
     @property
     def k(self) -> int: ...
+
+
+class Program(Protocol):
+    """Recorded calls over workspace arrays; see `program.py`."""
+
+    @property
+    def calls(self) -> tuple[Call, ...]: ...
+
+    def run(self, batch: ForwardBatch) -> F32:
+        """Make all calls; the result array's rows, a view that is valid until the next run."""
+
+    def run_timed(self, batch: ForwardBatch) -> list[int]:
+        """`run`, and the nanoseconds that each call took."""
 
 
 class Ops(Protocol):
@@ -155,3 +173,6 @@ class Ops(Protocol):
 
     def attend(self, batch: Any, attention: Any, qkv: F32, out: F32) -> None:
         """out [T, heads * head_dim] = attention of each row over the cached keys up to its own position."""
+
+    def record(self, calls: Sequence[Call], result: Array) -> Program:
+        """A program of these calls, whose runs give the rows of `result`. Handles must be this machine's."""

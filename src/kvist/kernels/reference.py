@@ -8,7 +8,7 @@ number of threads. `@` appears once, for integer products, which float32 holds e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvist.kernels.ops import F32, GROUP, I32, AttentionParams, ForwardBatch, Ops, PackedLinear
 from kvist.kernels.packing import DENSE_DTYPES, unpack_quants
+from kvist.kernels.program import Array, Call, DirectProgram
 from kvist.kernels.reference_attention import ReferenceAttention, ReferenceCache, attend, bind_attention, rope_write
 from kvist.kernels.reference_math import Activations, decode, quantize_rows, rms_norm, silu
 from kvist.kv.spec import KVSpec
@@ -181,6 +182,9 @@ class ReferenceOps:
 
     def attend(self, batch: ForwardBatch, attention: ReferenceAttention, qkv: F32, out: F32) -> None:
         attend(batch, attention, qkv, out)
+
+    def record(self, calls: Sequence[Call], result: Array) -> DirectProgram:
+        return DirectProgram(self, calls, result)
 
     def _linear(self, x: F32, weight: ReferenceLinear, out: F32) -> None:
         """out = x @ weight.T + bias, tile by tile."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvist.config import ModelConfig
 from kvist.errors import UnsupportedModelError
-from kvist.kernels.ops import F32, ForwardBatch, Ops, PackedLinear
+from kvist.kernels.ops import F32, ForwardBatch, Ops, PackedLinear, Program
 from kvist.kv.spec import KVSpec
 from kvist.models.llama import Llama
 
@@ -20,11 +20,15 @@ FAMILIES = {"llama": Llama, "mistral": Llama, "qwen2": Llama, "qwen3": Llama}
 class Model(Protocol):
     """Weights, kernels and cache, bound together."""
 
-    def forward(self, batch: ForwardBatch) -> F32:
-        """Write the rows' keys and values; hidden states [T, hidden], a view that is valid until the next `forward`."""
+    @property
+    def program(self) -> Program:
+        """What `forward` runs."""
 
-    def logits(self, hidden: F32) -> F32:
-        """[L, vocab] of chosen rows [L, hidden], a view that is valid until the next `logits`."""
+    def forward(self, batch: ForwardBatch) -> F32:
+        """Write the rows' keys and values; logits [L, vocab] of `batch.logit_rows`, a view that is valid until the next call."""
+
+    def logits(self, batch: ForwardBatch) -> F32:
+        """The logits of `batch.logit_rows`, of the batch that `forward` computed last; a view that is valid until the next call."""
 
 
 def build_model(

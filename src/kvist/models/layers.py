@@ -1,4 +1,4 @@
-"""What model families share: rotary tables and step workspaces. Knows no family, no weights and no kernels.
+"""What model families share: rotary tables. Knows no family, no weights and no kernels.
 
 Invariant (law L1): a table's bits depend on the model's configuration alone; they are computed once, in float64, and every layer
 reads the same float32 arrays, whatever the length of the table.
@@ -80,17 +80,3 @@ def _magnitude(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     return 0.1 * math.log(rope.factor) + 1 if rope.scaling == "yarn" and rope.factor > 1 else 1.0
-
-
-class Workspace:
-    """Float32 arrays [rows, width] that are allocated once and only ever grow; a step takes views of their first rows."""
-
-    def __init__(self, *widths: int) -> None:
-        self._widths = widths
-        self._arrays = [np.empty((0, width), np.float32) for width in widths]
-
-    def rows(self, count: int) -> list[F32]:
-        """One view [count, width] per width, contents undefined; valid until the next call."""
-        if count > len(self._arrays[0]):
-            self._arrays = [np.empty((count, width), np.float32) for width in self._widths]
-        return [array[:count] for array in self._arrays]

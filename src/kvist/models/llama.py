@@ -1,7 +1,8 @@
 """Llama and its kin: Llama 1 to 3, SmolLM2, Mistral, Qwen2, Qwen3. What sets them apart is in the configuration (windows, rotary
 scaling, q/k norms) and in the weights (biases, a tied head).
 
-Knows nothing of requests, files or sampling. A layer is five calls of `Ops`; keys and values go to the cache before they are read.
+Knows nothing of requests, files or sampling. A forward pass is a list of calls, recorded once at load and run as one program on
+each step; a layer is five of them. Keys and values go to the cache before they are read.
 Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
 """
 
@@ -17,8 +18,9 @@ import numpy.typing as npt
 from kvist.config import ModelConfig
 from kvist.errors import ModelFormatError
 from kvist.kernels.ops import F32, AttentionParams, ForwardBatch, Linear, Ops, PackedLinear
+from kvist.kernels.program import Array, Attend, Call, Embed, GatedMlp, LinearAdd, NormLinear, RopeWrite, Take
 from kvist.kv.spec import KVSpec
-from kvist.models.layers import Workspace, rope_tables
+from kvist.models.layers import rope_tables
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,27 @@ class Llama:
         self._layers = [self._bind_layer(i, weights) for i in range(config.num_layers)]
         self._final_norm = weights.vector("final_norm", config.hidden_size)
         self._head = ops.bind_linear(weights.linear("head")) if "head" in linears else self._embed
+        hidden, taken = Array(config.hidden_size), Array(config.hidden_size, taken=True)
+        logits = Array(config.vocab_size, taken=True)
+        head: list[Call] = [Take(hidden, taken), NormLinear(taken, self._final_norm, config.rms_norm_eps, self._head, logits)]
+        self.program = ops.record(self._layer_calls(hidden) + head, logits)
+        self._head_program = ops.record(head, logits)
+
+    def _layer_calls(self, hidden: Array) -> list[Call]:
+        """From tokens to the last layer's hidden states."""
+        config, eps = self._config, self._config.rms_norm_eps
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._workspace = Workspace(config.hidden_size, q + 2 * kv, q)
-        self._logits = Workspace(config.vocab_size)
+        qkv, mixed = Array(q + 2 * kv), Array(q)
+        calls: list[Call] = [Embed(self._embed, hidden)]
+        for layer in self._layers:
+            calls += [
+                NormLinear(hidden, layer.attn_norm, eps, layer.qkv, qkv),
+                RopeWrite(layer.attention, qkv),
+                Attend(layer.attention, qkv, mixed),
+                LinearAdd(mixed, layer.o, hidden),
+                GatedMlp(hidden, layer.mlp_norm, eps, layer.gate_up, layer.down),
+            ]
+        return calls
 
     def _bind_layer(self, i: int, weights: _Weights) -> Layer:
         config, name, bind = self._config, f"layers.{i}.", self._ops.bind_linear
@@ -87,27 +107,13 @@ class Llama:
         )
 
     def forward(self, batch: ForwardBatch) -> F32:
-        """Compute the batch's rows: their keys and values go to the cache, their hidden states [T, hidden] come back.
+        """Compute the batch's rows: their keys and values go to the cache, the logits [L, vocab] of `batch.logit_rows` come back, a
+        view that is valid until the next `forward` or `logits`."""
+        return self.program.run(batch)
 
-        The result is a view of the workspace, valid until the next `forward`.
-        """
-        ops, eps = self._ops, self._config.rms_norm_eps
-        hidden, qkv, mixed = self._workspace.rows(batch.num_tokens)
-        step = ops.bind_batch(batch)
-        ops.embed(self._embed, batch.token_ids, hidden)
-        for layer in self._layers:
-            ops.norm_linear(hidden, layer.attn_norm, eps, layer.qkv, qkv)
-            ops.rope_write(step, layer.attention, qkv)
-            ops.attend(step, layer.attention, qkv, mixed)
-            ops.linear_add(mixed, layer.o, hidden)
-            ops.gated_mlp(hidden, layer.mlp_norm, eps, layer.gate_up, layer.down)
-        return hidden
-
-    def logits(self, hidden: F32) -> F32:
-        """Logits [L, vocab] of chosen rows [L, hidden] of `forward`'s result; a view, valid until the next `logits`."""
-        (logits,) = self._logits.rows(len(hidden))
-        self._ops.norm_linear(hidden, self._final_norm, self._config.rms_norm_eps, self._head, logits)
-        return logits
+    def logits(self, batch: ForwardBatch) -> F32:
+        """Logits of `batch.logit_rows` once more, or of other rows, of the batch that `forward` computed last; a view likewise."""
+        return self._head_program.run(batch)
 
 
 class _Weights:
