@@ -145,7 +145,8 @@ def test_only_the_command_asked_for_is_imported() -> None:
         "print(sorted(name for name in sys.modules if name.startswith('kvist.cli.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "['kvist.cli.bench', 'kvist.cli.fetching', 'kvist.cli.main', 'kvist.cli.options', 'kvist.cli.terminal']\n"
+    names = ("bench", "bench_compare", "bench_sweep", "fetching", "main", "options", "terminal")
+    assert done.stdout == f"{[f'kvist.cli.{name}' for name in names]}\n"
 
 
 def test_an_interrupt_while_the_command_line_is_imported_is_quiet() -> None:

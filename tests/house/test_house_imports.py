@@ -105,6 +105,16 @@ def test_deciders_read_no_clock_and_no_chance(module: str) -> None:
     assert not tops & CLOCK_AND_CHANCE
 
 
-@pytest.mark.parametrize("module", MODULES)
+DRIVERS = [module for module in MODULES if module.startswith("bench.peers.") and not module.endswith("__init__")]
+"""Scripts that run in the Python of an engine that kvist is compared with, never in kvist's own (but kvist's own driver)."""
+
+
+@pytest.mark.parametrize("module", DRIVERS)
+def test_a_peers_driver_needs_no_kvist(module: str) -> None:
+    tops = {name.split(".")[0] for name in imports(path_of(module))}
+    assert ("kvist" in tops) == (module == "bench.peers.kvist_driver")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module not in DRIVERS])
 def test_the_core_imports_no_torch(module: str) -> None:
     assert not {name.split(".")[0] for name in imports(path_of(module))} & NOT_IN_THE_CORE

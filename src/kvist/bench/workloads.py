@@ -7,8 +7,11 @@ be found again even if a cache were on; the same seed gives the same prompts.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from kvist.errors import UsageError
 
 SEED = 0
 FIRST_TOKEN, LAST_TOKEN = 1000, 40000
@@ -18,10 +21,11 @@ FIRST_TOKEN, LAST_TOKEN = 1000, 40000
 @dataclass(frozen=True)
 class Work:
     """`num_requests` requests of `prompt_tokens` in and `new_tokens` out. What counts is the prompt ("prefill"), the tokens after
-    the first ("decode"; the time to the first is taken off) or all new tokens over the whole time ("output")."""
+    the first ("decode"; the time to the first is taken off) or all new tokens over the whole time ("output"); of a process made for
+    it, the time from its start ("start") or the most memory that it had ("memory")."""
 
     name: str
-    counts: Literal["prefill", "decode", "output"]
+    counts: Literal["prefill", "decode", "output", "start", "memory"]
     num_requests: int
     prompt_tokens: int
     new_tokens: int
@@ -40,6 +44,11 @@ WORKS = (
     Work("out_8", "output", 8, 128, 128),
     Work("out_32", "output", 32, 128, 128),
 )
+FRESH_WORKS = (
+    Work("start", "start", 1, 16, 1),
+    Work("memory_2048", "memory", 1, 1984, 64),
+)
+"""Works of a process of their own: from its start to the first token, and its peak memory with a context of 2,048."""
 
 
 def draw_prompts(rng: random.Random, count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -47,3 +56,15 @@ def draw_prompts(rng: random.Random, count: int, length: int, vocab_size: int) -
     last = min(LAST_TOKEN, vocab_size)
     first = min(FIRST_TOKEN, last // 2)
     return [[rng.randrange(first, last) for _ in range(length)] for _ in range(count)]
+
+
+def choose_works(names: str, among: Sequence[Work] = WORKS) -> list[Work]:
+    """Works by name, separated by commas, in the order given. Raises UsageError."""
+    known = {work.name: work for work in among}
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"{name!r} is no work; choose among {', '.join(known)}.")
+    if not chosen:
+        raise UsageError(f"No works given; choose among {', '.join(known)}.")
+    return [known[name] for name in chosen]

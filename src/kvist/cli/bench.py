@@ -1,4 +1,4 @@
-"""`kvist bench latency|throughput`: the common works on this machine, in this process, with their spread.
+"""`kvist bench`: its commands, and `latency` and `throughput`: the common works on this machine, in this process.
 
 It turns flags into an engine and measurements into a table or JSON; the works and the timing are the bench room's. Greedy, end
 tokens ignored, prefix caching off unless it is asked for. The machine stands beside the figures, without which they mean nothing.
@@ -8,35 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvist.bench.workloads import WORKS, Work
+from kvist.bench.workloads import WORKS, Work, choose_works
+from kvist.cli.bench_compare import compare_command, show_command
+from kvist.cli.bench_sweep import sweep_command
 from kvist.cli.fetching import fetch
-from kvist.cli.options import JsonFlag, engine_options, takes
+from kvist.cli.options import JsonFlag, engine_options, read_text, takes
 from kvist.cli.terminal import dim, print_json, progress, say
 from kvist.config import EngineOptions, format_bytes
-from kvist.errors import UsageError
 
 app = typer.Typer()
+app.command("compare")(compare_command)
+app.command("show")(show_command)
+app.command("sweep")(sweep_command)
 
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
 Works = Annotated[str, typer.Option(help="Works to run, separated by commas.")]
 LATENCY_WORKS = "prefill_512,prefill_4096,decode_1,decode_1_deep"
 ALL_WORKS = ",".join(work.name for work in WORKS)
-
-
-def choose_works(names: str) -> list[Work]:
-    """Works by name, in the order given. Raises UsageError."""
-    known = {work.name: work for work in WORKS}
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    for name in chosen:
-        if name not in known:
-            raise UsageError(f"{name!r} is no work; choose among {', '.join(known)}.")
-    if not chosen:
-        raise UsageError(f"No works given; choose among {', '.join(known)}.")
-    return [known[name] for name in chosen]
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -63,6 +56,8 @@ def print_table(report: dict[str, Any]) -> None:
         console.print(f"resident memory {format_bytes(memory['resident_bytes'])}, at its peak {format_bytes(memory['peak_bytes'])}")
     if report["scheduler_share"] is not None:
         console.print(f"scheduler: {report['scheduler_share']:.1%} of the time of a step")
+    for name, ratio in (report.get("baseline") or {"ratios": {}})["ratios"].items():
+        console.print(f"{name}: {ratio:.2f} × the baseline", highlight=False)
 
 
 def run_works(options: EngineOptions, works: Sequence[Work], rounds: int, command: str) -> dict[str, Any]:
@@ -141,6 +136,26 @@ def latency_command(
 
 @app.command("throughput")
 @takes(engine=engine_options(enable_prefix_caching=False))
-def throughput_command(engine: EngineOptions, works: Works = ALL_WORKS, rounds: Rounds = 3, as_json: JsonFlag = False) -> None:
+def throughput_command(
+    engine: EngineOptions,
+    works: Works = ALL_WORKS,
+    rounds: Rounds = 3,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Compare with what --json printed before (or a list of such); warns where slower."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
     """Tokens a second: prompts, single requests and batches."""
-    _print(run_works(engine, choose_works(works), rounds, "throughput"), as_json)
+    from kvist.bench.baseline import TOLERANCE, against_baseline, read_baseline
+
+    kept = None if baseline is None else read_baseline(baseline, read_text(baseline))
+    report = run_works(engine, choose_works(works), rounds, "throughput")
+    if kept is not None:
+        against = against_baseline(report, kept)
+        report["baseline"] = against.as_dict()
+        if against.reason is not None:
+            say(f"kvist: warning: nothing was compared: {against.reason}.")
+        for name in against.slower:
+            say(f"kvist: warning: {name} is slower than {TOLERANCE:.0%} of the baseline: {against.ratios[name]:.2f} ×.")
+    _print(report, as_json)

@@ -1,0 +1,110 @@
+"""A comparison for people: tables as text and as Markdown, and a plot. It reads the report of `kvist bench compare`, as saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvist.errors import UsageError
+
+OURS, THEIRS = "#c2410c", "#94a3b8"
+PANELS_A_ROW = 4
+
+
+def amount(value: float) -> str:
+    """Three digits are enough of a figure: 1,234 or 56.7."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a work, each contender's median with its smallest and largest value, kvist against the best peer."""
+    names = [contender["name"] for contender in report["contenders"]]
+    rows = []
+    for row in report["works"]:
+        shown = []
+        for name in names:
+            values = row["values"].get(name)
+            spread = "" if not values or len(values) == 1 else f" ({amount(min(values))} to {amount(max(values))})"
+            shown.append(f"{amount(row['medians'][name])}{spread}" if values else "-")
+        best = f"{row['ratio_to_best']:.2f} × {row['best_peer']}" if row["ratio_to_best"] is not None else "-"
+        rows.append([f"{row['work']}, {row['unit']}", *shown, best])
+    return ["work", *names, "kvist to the best peer"], rows
+
+
+def footnotes(report: dict[str, Any]) -> list[str]:
+    """What stands under the table: what each one ran, what could not be run, and the machine."""
+    cpu = report["machine"]["cpu"]
+    lines = [f"{cpu['name']}, {cpu['usable_cores']} of {cpu['cores']} cores ({' '.join(cpu['flags'])}); load {report['load']}"]
+    for one in report["contenders"]:
+        told = ", ".join(str(one["facts"][key]) for key in ("version", "isa") if key in one["facts"])
+        lines.append(f"{one['name']}{f' {told}' if told else ''}: {one['weights']}")
+    lines += [
+        f"could not run {one['contender']}{', ' + one['work'] if one['work'] else ''}: {one['reason']}"
+        for one in report["failures"]
+    ]
+    return lines
+
+
+def _rounds(report: dict[str, Any]) -> str:
+    count = report["rounds"]
+    return "1 round" if count == 1 else f"{count} rounds in turn"
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table and its footnotes, to be pasted into a page."""
+    header, rows = cells(report)
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+    told = f"Medians of {_rounds(report)}; `start` and `memory_2048`: less is better."
+    return "\n".join([*lines, "", told, "", *(f"- {line}" for line in footnotes(report))])
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's pyplot, drawing to files only. Raises UsageError."""
+    try:
+        import matplotlib
+        import matplotlib.pyplot as pyplot
+    except ImportError as error:
+        raise UsageError("A plot needs matplotlib: python -m pip install 'kvist[bench]', or leave --plot away.") from error
+    matplotlib.use("Agg")
+    return pyplot
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """One panel a work, one bar a contender: its median, with a line from its smallest to its largest value. Raises UsageError."""
+    pyplot = require_matplotlib()
+    names = [contender["name"] for contender in report["contenders"]]
+    rows: Sequence[dict[str, Any]] = report["works"]
+    across = min(PANELS_A_ROW, len(rows))
+    down = -(-len(rows) // across)
+    figure, axes = pyplot.subplots(down, across, figsize=(3.4 * across, 1.1 + down * (1.1 + 0.32 * len(names))), squeeze=False)
+    for panel in axes.flat[len(rows) :]:
+        panel.set_axis_off()
+    for panel, row in zip(axes.flat, rows, strict=False):
+        _draw_panel(panel, row, names)
+    cpu = report["machine"]["cpu"]
+    figure.suptitle(f"{report['model']['name']} on {cpu['usable_cores']} cores of {cpu['name']}, {_rounds(report)}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_panel(panel: Any, row: dict[str, Any], names: Sequence[str]) -> None:
+    """Bars from the top in the order of the names; a missing one is named as such."""
+    widest = max(row["medians"].values(), default=1.0)
+    for place, name in enumerate(names):
+        median, values = row["medians"].get(name), row["values"].get(name)
+        if median is None or values is None:
+            panel.text(0, place, " not run", va="center", color=THEIRS, fontsize=8)
+            continue
+        spread = [[median - min(values)], [max(values) - median]]
+        panel.barh(place, median, color=OURS if name == names[0] else THEIRS, xerr=spread, ecolor="#334155", capsize=2)
+        panel.text(max(values) + 0.02 * widest, place, amount(median), va="center", fontsize=8)
+    panel.set_yticks(range(len(names)), names, fontsize=8)
+    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_xlim(0, 1.3 * max((max(values) for values in row["values"].values()), default=1.0))
+    panel.tick_params(axis="x", labelsize=7)
+    less = ", less is better" if row["lower_is_better"] else ""
+    panel.set_title(f"{row['work']} ({row['unit']}{less})", fontsize=9)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)

@@ -1,0 +1,51 @@
+"""`kvist bench sweep`: what the options for batches and threads do to latency and throughput on this machine, as a table."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvist.cli.fetching import fetch
+from kvist.cli.options import JsonFlag, engine_options, takes
+from kvist.cli.terminal import print_json, progress
+from kvist.config import EngineOptions, available_cpus
+
+
+@takes(engine=engine_options(enable_prefix_caching=False))
+def sweep_command(
+    engine: EngineOptions,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N,N,...",
+            help="An option and its values; several times for several. Without it the three that the page on tuning tells of.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each value; medians are reported.")] = 3,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Serve the same small crowd with one value of an option after the other."""
+    from kvist.bench import machine, sweep
+
+    settings = sweep.parse_settings(option or (), available_cpus())
+    fetch(engine.model)
+    with progress("Measuring", len(settings)) as update:
+        rows = sweep.sweep(engine, settings, rounds, update)
+    if as_json:
+        return print_json({"command": "sweep", "machine": machine.machine_facts(), "rounds": rounds, "rows": rows})
+    header = ["option", *sweep.COLUMNS.values()]
+    shown = [
+        [f"--{row['option'].replace('_', '-')} {row['value']}", *(f"{row[name]:,.0f}" for name in sweep.COLUMNS)] for row in rows
+    ]
+    if as_markdown:
+        return print("\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *shown)))
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header)
+    for row in shown:
+        table.add_row(*row)
+    Console().print(table)
+    return None

@@ -1,0 +1,124 @@
+"""`kvist bench compare`, `show`, `sweep` and `throughput --baseline` on a tiny model, with a stand-in for a peer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers.fake_peers import write_llama_server
+from helpers.tiny_models import write_tiny_gguf
+from kvist.cli import main as cli
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("KVIST_CACHE", str(tmp_path / "cache"))
+    return str(write_tiny_gguf(tmp_path / "tiny.gguf"))
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["bench", *arguments])
+    printed = capsys.readouterr()
+    return int(left.value.code or 0), printed.out, printed.err
+
+
+def test_compare_saves_prints_and_draws_what_show_shows_again(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_llama_server(tmp_path)
+    saved, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    arguments = ["compare", "-m", model, "--peer", f"llamacpp={tmp_path}", "--peer", "vllm=/nowhere", "--num-kv-blocks", "32"]
+    arguments += [
+        "--works",
+        "decode_1,prefill_512",
+        "--rounds",
+        "1",
+        "--num-threads",
+        "1",
+        "--save",
+        str(saved),
+        "--plot",
+        str(plot),
+    ]
+    status, out, _ = run([*arguments, "--json"], capsys)
+    report = json.loads(out)
+    assert status == 0
+    assert report == json.loads(saved.read_text(encoding="utf-8"))
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert [one["name"] for one in report["contenders"]] == ["kvist", "llamacpp"]
+    assert (report["rounds"], report["num_threads"], report["model"]["name"]) == (1, 1, "tiny")
+    decode, prefill = report["works"]
+    assert decode["medians"].keys() == {"kvist", "llamacpp"}
+    assert decode["ratio_to_best"] == pytest.approx(decode["medians"]["kvist"] / decode["medians"]["llamacpp"])
+    # The tiny model's context holds 512 tokens, prompt and answer together.
+    assert prefill["medians"].keys() == {"llamacpp"}
+    reasons = {(one["contender"], one["work"]): one["reason"] for one in report["failures"]}
+    assert reasons.keys() == {("vllm", None), ("llamacpp Q4_0", None), ("kvist", "prefill_512")}
+    assert "512" in reasons["kvist", "prefill_512"]
+
+    status, out, _ = run(["show", str(saved), "--markdown"], capsys)
+    assert status == 0
+    assert out.splitlines()[0] == "| work | kvist | llamacpp | kvist to the best peer |"
+    assert "- could not run vllm: there is no Python environment in /nowhere" in out
+    status, out, _ = run(["show", str(saved)], capsys)
+    assert (status, "decode_1, tokens/s" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--works", "decode_2"], "'decode_2' is no work"),
+        (["--shape", "7b"], "'7b' is no shape"),
+        (["--shape", "1b", "-m", "other.gguf"], "--shape makes its own model"),
+    ],
+)
+def test_compare_refuses_in_a_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(["compare", "--peer", "vllm=/nowhere", *arguments], capsys)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_compare_without_peers_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(["compare"], capsys)
+    assert (status, "--peer NAME=FOLDER" in err) == (2, True)
+
+
+@pytest.mark.parametrize("text", ["{", '{"command": "throughput"}', "[]"])
+def test_show_takes_only_what_compare_saved(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text(text, encoding="utf-8")
+    status, _, err = run(["show", str(tmp_path / "x.json")], capsys)
+    assert (status, "x.json is no" in err) == (2, True)
+
+
+def test_a_baseline_warns_and_does_not_fail(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["throughput", "-m", model, "--works", "decode_1", "--rounds", "1", "--num-threads", "1", "--num-kv-blocks", "32"]
+    _, out, _ = run([*arguments, "--json"], capsys)
+    report = json.loads(out)
+    assert "baseline" not in report
+    report["measurements"][0]["median"] *= 1000
+    baseline = tmp_path / "baseline.json"
+    baseline.write_text(json.dumps([report]), encoding="utf-8")
+    status, out, err = run([*arguments, "--baseline", str(baseline), "--json"], capsys)
+    assert status == 0
+    assert json.loads(out)["baseline"]["slower"] == ["decode_1"]
+    assert "warning: decode_1 is slower than 80% of the baseline: 0.0" in err
+    report["machine"]["cpu"]["name"] = "another"
+    baseline.write_text(json.dumps(report), encoding="utf-8")
+    status, out, err = run([*arguments, "--baseline", str(baseline)], capsys)
+    assert (status, "nothing was compared" in err) == (0, True)
+
+
+def test_sweep_prints_a_row_for_each_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVIST_CACHE", str(tmp_path / "cache"))
+    large = str(write_tiny_gguf(tmp_path / "tiny.gguf", context=4096, layers=1))
+    arguments = ["sweep", "-m", large, "--option", "max-num-seqs=2,16", "--rounds", "1", "--num-kv-blocks", "512"]
+    status, out, _ = run([*arguments, "--markdown"], capsys)
+    lines = out.splitlines()
+    assert status == 0
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| --max-num-seqs 2", "| --max-num-seqs 16"]
+    assert lines[0].count("|") == 7
