@@ -15,6 +15,8 @@ from server_sse import COMPLETIONS, stream, text_of
 
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
+from kvist.errors import InvalidRequestError
+from kvist.server.body import parse
 from kvist.server.options import ServerOptions
 
 HEAD_SECONDS = 0.3
@@ -222,3 +224,18 @@ def test_a_hundred_thousand_brackets_are_refused_unparsed(strict_server: ServerT
             response = httpx.post(server.url + COMPLETIONS, content=raw)
             assert response.status_code == 400
             assert "nests deeper" in response.text
+
+
+@pytest.mark.parametrize(
+    ("raw", "what"),
+    [
+        (b'{"prompt":[' + b"[]," * 100_001 + b"[]]}", "arrays"),
+        (b'{"prompt":[' + b"1," * 250_001 + b"1]}", "values"),
+        (b'{"prompt":"a"' + b',"":0' * 100_000 + b"}", "members"),
+    ],
+)
+def test_what_is_small_to_send_and_large_to_parse_is_refused(raw: bytes, what: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"holds more than .*{what}"):
+        parse(raw)
+    text = raw.replace(b'"', b"'")
+    assert parse(b'{"prompt":"' + text + b'"}') == {"prompt": text.decode()}, "in a string they are text"

@@ -65,7 +65,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
     ),
     "max_body_size": (
         Annotated[str, _option("Largest body of a request, as 4MiB or in bytes.", metavar="SIZE")],
-        "16MiB",
+        "4MiB",
     ),
     "max_connections": (
         Annotated[int, _option("Most connections; beyond them an idle one is closed for a new one.")],

@@ -19,12 +19,17 @@ from kvist.server.failures import Refusal
 T = TypeVar("T")
 
 MAX_DEPTH = 64
+MAX_MEMBERS = 100_000
+MAX_VALUES = 250_000
+"""Arrays, objects and their members; values of them all. The more there are, the longer parsing holds everybody's streams."""
 READ_SECONDS = 60.0
 DISCARD_SECONDS = 1.0
 SMALL_BODY = 64 * 1024
 """Bodies up to this size are parsed at once; larger ones in a thread, so that others' streams go on."""
 
-_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+QUOTE = ord('"')
+_PIECE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]|[^"\[\]{}]++', re.DOTALL)
+"""A string, a bracket, or what lies between."""
 
 
 async def read_body(request: Request, limit: int, understand: Callable[[dict[str, Any]], T]) -> T:
@@ -93,7 +98,7 @@ async def _discard(request: Request) -> None:
 
 def parse(body: bytes) -> Any:
     """JSON from bytes. Raises InvalidRequestError for what is not UTF-8, not JSON, too deep, or text that UTF-8 cannot hold."""
-    _check_depth(body)
+    _check_shape(body)
     try:
         text = body.decode("utf-8")
         value = json.loads(text)
@@ -108,18 +113,26 @@ def parse(body: bytes) -> Any:
     return value
 
 
-def _check_depth(body: bytes) -> None:
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+def _check_shape(body: bytes) -> None:
+    """Refuse what is small to send and large to parse. What the body has of marks at all decides whether to look closer."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH and body.count(b",") < MAX_MEMBERS:
         return
-    depth = 0
-    for match in _STRING_OR_BRACKET.finditer(body):
-        mark = match.group()
-        if mark in (b"[", b"{"):
-            depth += 1
+    depth = members = values = 0
+    for match in _PIECE.finditer(body):
+        first = body[match.start()]
+        if first in b"[{":
+            depth, members = depth + 1, members + 1
             if depth > MAX_DEPTH:
                 raise InvalidRequestError(f"The body nests deeper than {MAX_DEPTH} levels.")
-        elif mark in (b"]", b"}"):
+        elif first in b"]}":
             depth -= 1
+        elif first != QUOTE:
+            members += body.count(b":", *match.span())
+            values += body.count(b",", *match.span())
+        if members > MAX_MEMBERS:
+            raise InvalidRequestError(f"The body holds more than {MAX_MEMBERS} arrays, objects and members of objects.")
+        if values > MAX_VALUES:
+            raise InvalidRequestError(f"The body holds more than {MAX_VALUES} values.")
 
 
 def _check_surrogates(value: Any) -> None:

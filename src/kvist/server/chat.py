@@ -6,6 +6,7 @@ Knows OpenAI's messages and chunks. Templates run in the engine's worker thread;
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -31,6 +32,8 @@ router = APIRouter()
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content"})
 UNUSED_MESSAGE_FIELDS = frozenset({"annotations"})
+MANY_MESSAGES = 500
+"""More of them are looked at in a thread, so that others' streams go on."""
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template", "self"})
 """What a client may not set in the template: fields of the request, and the template's own name for itself."""
 
@@ -57,7 +60,8 @@ async def plan_chat(state: ServerState, body: ChatRequest, salt: str) -> Plan:
             raise InvalidRequestError(
                 f"chat_template_kwargs cannot hold {name}; leave it out.", param=f"chat_template_kwargs.{name}"
             )
-    messages = messages_of(body.messages)
+    many = len(body.messages) > MANY_MESSAGES
+    messages = await asyncio.to_thread(messages_of, body.messages) if many else messages_of(body.messages)
     await state.check_size(sum(len(message["content"]) for message in messages), "messages")
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     token_ids = await state.engine.render_chat(

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from kvist.errors import ConfigError
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_BODY_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)

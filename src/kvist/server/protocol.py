@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError, model_validator
 
 from kvist.errors import InvalidRequestError
-from kvist.request import MAX_LOGPROBS, SamplingParams
+from kvist.request import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_PROMPTS = 1024
 
@@ -62,6 +62,19 @@ def _prompts(value: Any) -> list[str | list[int]]:
     return value
 
 
+def _numbers(value: Any) -> Any:
+    """Stop at the first mistake: to list all of a large body's takes long, and one is told."""
+    if isinstance(value, dict) and any(type(number) not in (int, float) for number in value.values()):
+        raise InvalidRequestError("logit_bias takes an object of numbers by token id.", param="logit_bias")
+    return value
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, not {len(value)}.", param="stop")
+    return value
+
+
 def _all_ids(value: list[Any]) -> bool:
     return bool(value) and all(type(item) is int for item in value)
 
@@ -104,9 +117,9 @@ class GenerationRequest(BaseModel):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_numbers)] = Field(default_factory=dict)
+    stop: Annotated[str | list[str], BeforeValidator(_few)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list)
     seed: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -159,7 +172,7 @@ class GenerationRequest(BaseModel):
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`. Without a budget an answer runs to its end or to the end of the context."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], FailFast()]
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -219,6 +232,7 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 def parse_request(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
     """A body as a request. Raises InvalidRequestError naming the first field that is wrong, unknown or not offered."""
+    known = {field.alias or name for name, field in kind.model_fields.items()}
     fields = {}
     for name, value in body.items():
         if value is None or name in HARMLESS:
@@ -227,6 +241,8 @@ def parse_request(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
             if not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL[name]):
                 raise InvalidRequestError(f"{name} with this value is not offered by this server; leave it out.", param=name)
             continue
+        if name not in known:
+            raise InvalidRequestError(f"{name[:80]} is not a field that this server knows; leave it out.", param=name[:80])
         fields[name] = value
     try:
         return kind.model_validate(fields)
