@@ -23,6 +23,7 @@ Isa = Literal["auto", "avx512", "avx2", "portable", "numpy"]
 Quantization = Literal["w8a8", "w4a8"]
 
 KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "f16", "f32")
+KV_ALLOCATORS = ("paged", "contiguous", "virtual")
 ISAS: tuple[Isa, ...] = ("auto", "avx512", "avx2", "portable", "numpy")
 QUANTIZATIONS: tuple[Quantization, ...] = ("w8a8", "w4a8")
 DTYPES = {"auto": "auto", "f32": "f32", "f16": "f16", "bf16": "bf16", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -141,6 +142,7 @@ class EngineConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
+    kv_allocator: str
     use_cache: bool
     watermark: float
     isa: str
@@ -165,7 +167,7 @@ def check_options(options: EngineOptions) -> None:
     require_one_of(options.isa, ISAS, "isa")
     require_one_of(options.kv_cache_dtype, KV_FORMATS, "kv_cache_dtype")
     require_one_of(options.dtype, tuple(DTYPES), "dtype")
-    require_one_of(options.kv_allocator, ("paged",), "kv_allocator")
+    require_one_of(options.kv_allocator, KV_ALLOCATORS, "kv_allocator")
     if options.quantization is not None:
         require_one_of(options.quantization, QUANTIZATIONS, "quantization")
         if options.dtype != "auto":
@@ -191,6 +193,11 @@ def check_options(options: EngineOptions) -> None:
         raise ConfigError(f"watermark is the share of the pool kept free, in [0, 1), not {options.watermark!r}.")
     if options.seed is not None and (not isinstance(options.seed, int) or isinstance(options.seed, bool)):
         raise ConfigError(f"seed must be a whole number, not {options.seed!r}.")
+    if options.kv_allocator == "contiguous" and options.enable_prefix_caching and options.use_cache:
+        raise ConfigError(
+            "kv_allocator=contiguous shares no prefixes: add --no-enable-prefix-caching (enable_prefix_caching=False), or choose "
+            "paged or virtual."
+        )
     if options.num_kv_blocks is not None and options.kv_cache_memory is not None:
         raise ConfigError("num_kv_blocks and kv_cache_memory both size the pool; give one of them.")
     if options.kv_cache_memory is not None:
@@ -221,7 +228,10 @@ def resolve(
         )
     spec = KVSpec(model.num_kv_heads, model.head_dim, options.kv_cache_dtype, options.block_size, group_layers(model.windows))
     num_blocks = _pool_blocks(options, spec, max_model_len, free_memory)
-    pool_tokens = spec.max_request_tokens(num_blocks, max_model_len)
+    if options.kv_allocator == "paged":
+        pool_tokens = spec.max_request_tokens(num_blocks, max_model_len)
+    else:
+        pool_tokens = spec.max_span_tokens(num_blocks, max_model_len)
     if pool_tokens < 1:
         raise ConfigError(
             f"the pool of {num_blocks} blocks holds not one block of each of the model's {len(spec.groups)} KV groups."
@@ -238,6 +248,7 @@ def resolve(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         enable_prefix_caching=options.enable_prefix_caching and options.use_cache,
+        kv_allocator=options.kv_allocator,
         use_cache=options.use_cache,
         watermark=options.watermark,
         isa=isa,

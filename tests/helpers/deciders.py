@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvist.kv.contiguous import ContiguousSpans
 from kvist.kv.manager import KVManager
+from kvist.kv.memory import KVMemory, MemoryPlan
+from kvist.kv.span_manager import SpanManager
 from kvist.kv.spec import KVGroup, KVSpec
+from kvist.kv.virtual import VirtualSpans
 from kvist.request import Request, SamplingParams
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.policy import Policy
 from kvist.sched.scheduler import Scheduler
+
+PAGE = 96
+"""Bytes of a pretended memory page: neither a multiple nor a part of the blocks of these tests."""
 
 
 def make_spec(*windows: int | None, block_size: int = 16) -> KVSpec:
@@ -34,6 +41,33 @@ def make_request(
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     return Request(request_id, list(prompt), params, max_tokens, cache_salt=salt, priority=priority, wants_events=wants_events)
+
+
+def make_memory(
+    spec: KVSpec, num_blocks: int, allocator: str, *, max_len: int, max_num_seqs: int, enable_prefix_caching: bool, watermark: float
+) -> tuple[KVMemory, int]:
+    """The memory of one kind of allocator, and how many block ids it hands out."""
+    if allocator == "paged":
+        return KVManager(spec, num_blocks, enable_prefix_caching=enable_prefix_caching, watermark=watermark), num_blocks
+    groups = len(spec.groups)
+    if allocator == "contiguous":
+        return (
+            SpanManager(
+                spec,
+                num_blocks,
+                ContiguousSpans(num_blocks, groups, spec.block_bytes),
+                enable_prefix_caching=False,
+                watermark=watermark,
+            ),
+            num_blocks,
+        )
+    spans = VirtualSpans(
+        num_blocks, groups, spec.block_bytes, length=-(-spec.max_span_tokens(num_blocks, max_len) // spec.block_size),
+        num_slots=max_num_seqs, num_kept_slots=3 if enable_prefix_caching else 0, page_bytes=PAGE,
+        on_evict=lambda span: manager.on_evict(span),
+    )  # fmt: skip
+    manager = SpanManager(spec, num_blocks, spans, enable_prefix_caching=enable_prefix_caching, watermark=watermark)
+    return manager, spans.num_ids
 
 
 class Arena:
@@ -69,8 +103,18 @@ class Arena:
         assert len(written) == len(tables) * (stop - start), "rows of one request share a slot"
         return written
 
+    def carry_out(self, plan: MemoryPlan) -> None:
+        """Blocks that a released range touches hold nothing any more; copies come after that."""
+        for start, stop in plan.releases:
+            assert start % PAGE == stop % PAGE == 0
+            for block_id in range(start // self.spec.block_bytes, -(-stop // self.spec.block_bytes)):
+                self.slots[block_id] = [None] * self.spec.block_size
+        for source, destination in plan.copies:
+            self.slots[destination] = list(self.slots[source])
+
     def run(self, requests: dict[str, Request], output: SchedulerOutput) -> dict[str, int]:
         """Compute a step; the sampled tokens depend on nothing but the request's own tokens."""
+        self.carry_out(output.memory)
         rows = [(requests[item.request_id], item, item.start + len(item.token_ids)) for item in output.scheduled]
         for request, item, stop in rows:
             assert item.start == request.num_computed_tokens
@@ -99,9 +143,13 @@ class Sim:
         use_cache: bool = True,
         watermark: float = 0.0,
         policy: Policy | None = None,
+        allocator: str = "paged",
     ) -> None:
         self.spec = make_spec(*windows, block_size=block_size)
-        self.manager = KVManager(self.spec, num_blocks, enable_prefix_caching=enable_prefix_caching, watermark=watermark)
+        self.manager, num_ids = make_memory(
+            self.spec, num_blocks, allocator, max_len=max_model_len, max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching, watermark=watermark,
+        )  # fmt: skip
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,
@@ -110,7 +158,7 @@ class Sim:
             use_cache=use_cache,
             policy=policy,
         )
-        self.arena = Arena(self.spec, num_blocks)
+        self.arena = Arena(self.spec, num_ids)
         self.requests: dict[str, Request] = {}
         self.outputs: list[SchedulerOutput] = []
         self.now = 0.0

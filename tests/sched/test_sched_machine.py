@@ -25,6 +25,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_blocks: ClassVar[int] = 12
     use_cache: ClassVar[bool] = True
     priorities: ClassVar[tuple[int, ...]] = (0,)
+    allocator: ClassVar[str] = "paged"
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=48,
             use_cache=self.use_cache,
             watermark=0.1,
+            allocator=self.allocator,
         )
         self.count = 0
         self.aborted: set[str] = set()
@@ -155,13 +157,47 @@ class PriorityMachine(SchedulerMachine):
     priorities: ClassVar[tuple[int, ...]] = (-(2**40), 0, 0, 1)
 
 
+class ContiguousMachine(SchedulerMachine):
+    num_blocks: ClassVar[int] = 16
+    allocator: ClassVar[str] = "contiguous"
+
+
+class ContiguousWindowedMachine(ContiguousMachine):
+    windows: ClassVar[tuple[int | None, ...]] = (None, 6, 6)
+    num_blocks: ClassVar[int] = 40
+
+
+class VirtualMachine(SchedulerMachine):
+    num_blocks: ClassVar[int] = 14
+    allocator: ClassVar[str] = "virtual"
+
+
+class VirtualWindowedMachine(VirtualMachine):
+    windows: ClassVar[tuple[int | None, ...]] = (None, 6, 6)
+    num_blocks: ClassVar[int] = 40
+
+
+class VirtualNoCacheMachine(VirtualMachine):
+    windows: ClassVar[tuple[int | None, ...]] = (None, 6)
+    num_blocks: ClassVar[int] = 26
+    use_cache: ClassVar[bool] = False
+
+
 TestScheduler = SchedulerMachine.TestCase
+TestContiguous = ContiguousMachine.TestCase
+TestContiguousWindowed = ContiguousWindowedMachine.TestCase
+TestVirtual = VirtualMachine.TestCase
+TestVirtualWindowed = VirtualWindowedMachine.TestCase
+TestVirtualNoCache = VirtualNoCacheMachine.TestCase
 TestPriority = PriorityMachine.TestCase
 TestWindowed = WindowedMachine.TestCase
 TestNoCache = NoCacheMachine.TestCase
 TestScheduler.settings = TestPriority.settings = TestWindowed.settings = TestNoCache.settings = settings(
     max_examples=40, stateful_step_count=30, deadline=None
 )
+TestContiguous.settings = TestContiguousWindowed.settings = TestVirtual.settings = TestVirtualWindowed.settings = (
+    TestVirtualNoCache.settings
+) = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

@@ -63,3 +63,23 @@ def test_a_view_outlives_the_arena() -> None:
     view[...] = 9
     arena.close()
     assert view.tolist() == [9] * 64
+
+
+def test_released_memory_is_given_back_and_reads_as_zeros() -> None:
+    with Arena(16, MIB, huge_pages=False) as arena:
+        arena.blocks[:] = 1
+        before = resident_bytes()
+        arena.release([(2 * MIB, 6 * MIB), (8 * MIB, 8 * MIB + 4096)])
+        assert before - resident_bytes() >= 4 * MIB
+        assert arena.blocks.any(axis=1).tolist() == [block not in range(2, 6) for block in range(16)]
+        assert not arena.blocks[8, :4096].any()
+        assert arena.blocks[8, 4096:].all()
+        arena.blocks[3] = 9
+        assert arena.blocks[3].all()
+
+
+def test_copies_are_made_in_order() -> None:
+    with Arena(4, 64) as arena:
+        arena.blocks[0] = 5
+        arena.copy([(0, 1), (1, 2)])
+        assert arena.blocks.sum(axis=1, dtype=int).tolist() == [320, 320, 320, 0]

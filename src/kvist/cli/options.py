@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvist.config import ISAS, KV_FORMATS, QUANTIZATIONS, EngineOptions, check_options
+from kvist.config import ISAS, KV_ALLOCATORS, KV_FORMATS, QUANTIZATIONS, EngineOptions, check_options
 from kvist.errors import UsageError
 from kvist.request import SamplingParams
 
@@ -118,7 +118,16 @@ _ENGINE: dict[str, Any] = {
             help="Keep computed prefixes and share them between requests.",
         ),
     ],
-    "kv_allocator": Annotated[str, typer.Option(metavar="paged", rich_help_panel="Memory", help="How KV memory is handed out.")],
+    "kv_allocator": Annotated[
+        str,
+        typer.Option(
+            metavar=_one_of(KV_ALLOCATORS),
+            rich_help_panel="Memory",
+            help="How KV memory is handed out. paged: blocks anywhere, shared in place. contiguous: one span a request, reserved "
+            "for its longest length; nothing is shared. virtual: one span of addresses a request, with memory behind it as it "
+            "grows; prefixes are copied.",
+        ),
+    ],
     "num_threads": Annotated[
         int | None,
         typer.Option(rich_help_panel="Machine", help="Threads that compute; without it one for each core that kvist may use."),

@@ -204,8 +204,11 @@ class Engine:
         counters.scheduler_seconds += self._clock() - started
         deltas += [self._choices[event.request_id].output.tell(event) for event in output.events]
         if output.empty:
+            self._loaded.arena.release(output.memory.releases)
             return deltas + self._fail(list(self._choices), "The scheduler found nothing that can run.")
         try:
+            self._loaded.arena.release(output.memory.releases)
+            self._loaded.arena.copy(output.memory.copies)
             result = self.runner.forward(output)
             drawn = self._draw(output, result.logits)
             drawn |= self._score_prompts(output, result.batch)
@@ -229,9 +232,11 @@ class Engine:
         self._loaded.arena.close()
 
     def check_idle(self) -> None:
-        """With no request open every block must be free again; deciders of small pools check all they know. Asserts."""
+        """With no request open every block must be free again; deciders of small pools check all they know. Asserts. Memory that is
+        to go back to the system goes."""
         assert not self._choices
         assert self.manager.num_free_blocks == self.config.num_kv_blocks
+        self._loaded.arena.release(self.manager.take_plan().releases)
         if self.config.num_kv_blocks <= FULLY_CHECKED_BLOCKS:
             self.scheduler.check_invariants()
 

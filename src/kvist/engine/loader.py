@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvist.config import DTYPES, EngineConfig, EngineOptions, ModelConfig, available_cpus, check_options, describe_pool, resolve
 from kvist.engine.kernels import select_ops
+from kvist.engine.memory import make_memory
 from kvist.engine.runner import ForwardModel
 from kvist.kernels.ops import F32, Ops, PackedLinear
 from kvist.kv.block import make_key
-from kvist.kv.manager import KVManager
+from kvist.kv.memory import KVMemory
 from kvist.models import build_model
 from kvist.store.arena import Arena
 from kvist.text.chat_template import ChatTemplate
@@ -57,7 +58,7 @@ class Loaded:
 
     config: EngineConfig
     model: ForwardModel
-    manager: KVManager
+    manager: KVMemory
     arena: Arena
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -91,18 +92,11 @@ def assemble(options: EngineOptions, packed: Packed, ops: Ops, tokenizer: Tokeni
     profile = f"{ops.profile}/{formats}/{options.kv_cache_dtype}"
     config = resolve(options, packed.config, isa=ops.isa, profile=profile, num_threads=ops.num_threads)
     key = make_key(packed.key, config.profile)
-    manager = KVManager(
-        config.spec,
-        config.num_kv_blocks,
-        enable_prefix_caching=config.enable_prefix_caching,
-        key=key,
-        watermark=config.watermark,
-    )
-    arena = Arena(config.num_kv_blocks, config.spec.block_bytes)
+    memory = make_memory(config, key)
     model = build_model(
-        packed.config, packed.linears, packed.vectors, ops, arena.blocks, config.spec, max_model_len=config.effective_max_len
+        packed.config, packed.linears, packed.vectors, ops, memory.arena.blocks, config.spec, max_model_len=config.effective_max_len
     )
-    return Loaded(config, model, manager, arena, tokenizer, template)
+    return Loaded(config, model, memory.manager, memory.arena, tokenizer, template)
 
 
 def _stages(name: str, report: Report | None) -> Callable[[str, int, int], None] | None:

@@ -20,25 +20,11 @@ from dataclasses import dataclass
 from kvist.errors import ConfigError
 from kvist.kv.allocators import Allocator, PagedAllocator
 from kvist.kv.block import BlockHash, extend_hashes, root_hash
+from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec, first_block
 from kvist.request import PrefixMiss, Request
-
-
-@dataclass(frozen=True, slots=True)
-class KVUsage:
-    """The pool at one moment, in blocks; `live + cached + free == total`."""
-
-    total: int
-    live: int
-    """Held by at least one request."""
-    cached: int
-    """Held by nobody, but still found by the prefix index until reused."""
-    free: int
-    """Held by nobody, and of no use to anybody."""
-    evictions: int
-    """Cached blocks that were reused, since the start."""
 
 
 @dataclass(slots=True)
@@ -84,6 +70,7 @@ class KVManager:
         self._pool = BlockPool(num_blocks, self._index.remove)
         self._allocator: Allocator = PagedAllocator(self._pool)
         self._records: dict[str, _Record] = {}
+        self._num_touched = 0
 
     # Queries
 
@@ -127,6 +114,16 @@ class KVManager:
     def no_match(self) -> PrefixMatch:
         return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * self._num_groups)
 
+    def max_request_tokens(self, limit: int) -> int:
+        """The most tokens, up to `limit`, that one request alone can have."""
+        return self.spec.max_request_tokens(self.num_blocks, limit)
+
+    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool) -> bool:
+        """Whether all tokens of a waiting request can get blocks now and leave the watermark free, which is not asked of one that
+        would run alone."""
+        reserve = 0 if alone else self.watermark_blocks
+        return self.blocks_to_admit(request, match) + reserve <= self.num_free_blocks
+
     def blocks_to_admit(self, request: Request, match: PrefixMatch) -> int:
         """Free blocks that all tokens of a request need after the hit `match`. Hit blocks that others hold cost nothing as long as
         the request keeps them; free ones leave the free queue like new ones."""
@@ -153,7 +150,30 @@ class KVManager:
         live, empty = pool.num_blocks - pool.num_free, pool.num_free - pool.num_cached
         return KVUsage(total=pool.num_blocks, live=live, cached=pool.num_cached, free=empty, evictions=pool.num_evictions)
 
+    def account(self, requests: Iterable[Request]) -> MemoryAccount:
+        """Bytes now; `requests` are all that hold blocks. Blocks that are not full are a request's own: shared ones are full."""
+        size, held = self._block_size, 0
+        empty = 0
+        for request in requests:
+            record = self._records[request.request_id]
+            held += sum(len(table) - let_go for table, let_go in zip(record.tables, record.let_go, strict=True))
+            empty += len(record.tables) * (len(record.tables[0]) * size - request.num_computed_tokens)
+        live = self._pool.num_blocks - self._pool.num_free
+        block_bytes = self.spec.block_bytes
+        return MemoryAccount(
+            reserved=live * block_bytes,
+            committed=self._num_touched * block_bytes,
+            held=live * block_bytes,
+            used=live * block_bytes - empty * block_bytes // size,
+            shared=(held - live) * block_bytes,
+            external_fragmentation=0.0,
+        )
+
     # Changes
+
+    def take_plan(self) -> MemoryPlan:
+        """Paged blocks are shared in place and stay committed."""
+        return NO_PLAN
 
     def add(self, request: Request) -> None:
         """Open the record of a request that waits; it holds no blocks yet."""
@@ -175,7 +195,11 @@ class KVManager:
         """Make room for the rows [num_computed_tokens, + num_new_tokens); False, and nothing changed, if the pool has too few."""
         tables = self._records[request.request_id].tables
         missing = -(-(request.num_computed_tokens + num_new_tokens) // self._block_size) - len(tables[0])
-        return missing <= 0 or self._allocator.grow(tables, missing)
+        if missing > 0 and not self._allocator.grow(tables, missing):
+            return False
+        # Blocks that keep nothing are reused first, so no more have ever been written than were in use at once.
+        self._num_touched = max(self._num_touched, self._pool.num_blocks - self._pool.num_free + self._pool.num_cached)
+        return True
 
     def commit(self, request: Request) -> None:
         """Enter the blocks that `num_computed_tokens` has filled into the prefix index."""

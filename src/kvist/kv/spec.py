@@ -70,6 +70,10 @@ class KVSpec:
                 high = middle - 1
         return min(limit, low * self.block_size)
 
+    def max_span_tokens(self, num_blocks: int, limit: int) -> int:
+        """The same where each group keeps one run of blocks for the whole request, windows or not."""
+        return min(limit, num_blocks // len(self.groups) * self.block_size)
+
 
 def first_block(position: int, window: int | None, block_size: int) -> int:
     """The first logical block that a row at `position` reads: a windowed row sees keys position - window + 1 .. position."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from kvist.kv.memory import NO_PLAN, KVUsage, MemoryPlan
 from kvist.request import RequestEvent
 
 
@@ -49,7 +50,31 @@ class SchedulerOutput:
     num_waiting: int = 0
     events: tuple[RequestEvent, ...] = ()
     """Of the requests that want them."""
+    memory: MemoryPlan = NO_PLAN
+    """To be carried out before the forward pass."""
 
     @property
     def empty(self) -> bool:
         return not self.scheduled
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """What the scheduler has done since the start, and who is here now. The sources of the prompts add up:
+    `num_prompt_tokens - num_cached_tokens` is what had to be computed."""
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_batched_tokens: int
+    """Rows of all updated steps."""
+    num_prompt_tokens: int
+    """Of all admitted requests, counted once each."""
+    num_cached_tokens: int
+    """Of these, served by prefix hits."""
+    num_preemptions: int
+    num_tokens_lost: int
+    """Computed tokens that preempted requests had to give up."""
+    num_stalls: int
+    """Times that a running request stood still in a step for want of a block."""
+    kv: KVUsage

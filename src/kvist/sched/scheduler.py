@@ -34,33 +34,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvist.errors import ContextLengthError
-from kvist.kv.manager import KVManager, KVUsage
+from kvist.kv.memory import KVMemory
 from kvist.kv.prefix import PrefixMatch
 from kvist.request import EventKind, FinishReason, Request, RequestEvent, RequestStatus
-from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput
+from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput, SchedulerStats
 from kvist.sched.policy import Policy, PriorityThenArrival
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """What the scheduler has done since the start, and who is here now. The sources of the prompts add up:
-    `num_prompt_tokens - num_cached_tokens` is what had to be computed."""
-
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_batched_tokens: int
-    """Rows of all updated steps."""
-    num_prompt_tokens: int
-    """Of all admitted requests, counted once each."""
-    num_cached_tokens: int
-    """Of these, served by prefix hits."""
-    num_preemptions: int
-    num_tokens_lost: int
-    """Computed tokens that preempted requests had to give up."""
-    num_stalls: int
-    """Times that a running request stood still in a step for want of a block."""
-    kv: KVUsage
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +95,7 @@ class Scheduler:
 
     def __init__(
         self,
-        manager: KVManager,
+        manager: KVMemory,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -132,7 +110,7 @@ class Scheduler:
         self._use_cache = use_cache
         self._policy: Policy = policy or PriorityThenArrival()
         self.max_model_len = max_model_len
-        self.pool_tokens = manager.spec.max_request_tokens(manager.num_blocks, max_model_len)
+        self.pool_tokens = manager.max_request_tokens(max_model_len)
         self._jobs: dict[str, _Job] = {}
         self._running: list[_Job] = []
         self._waiting: list[_Job] = []
@@ -221,6 +199,7 @@ class Scheduler:
             num_batched_tokens=self._budget - step.budget,
             num_waiting=len(self._waiting),
             events=tuple(step.events),
+            memory=self._manager.take_plan(),
         )
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
@@ -328,9 +307,11 @@ class Scheduler:
             match = manager.match(job.request) if self._use_cache else manager.no_match()
             if self._use_cache and manager.is_being_computed(job.request, match, (one.request for one in self._running)):
                 return "prefix"
-            reserve = manager.watermark_blocks if self._running else 0
-            if manager.blocks_to_admit(job.request, match) + reserve > manager.num_free_blocks:
-                return "blocks"
+            if not manager.has_room(job.request, match, alone=not self._running):
+                if self._running or not match.num_tokens:
+                    return "blocks"
+                # What holds the prefix leaves no room to copy it: computing it needs less.
+                match = manager.no_match()
             del self._waiting[0]
             self._start(job, match, step)
             rows = manager.fit(job.request, min(job.pending, step.budget))

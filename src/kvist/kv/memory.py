@@ -1,0 +1,131 @@
+"""What a scheduler asks of KV memory: the `KVMemory` protocol, what an allocator can do, and one account of bytes.
+
+Three kinds implement it. Paged (`kv/manager.py`): any block anywhere, shared in place. Contiguous and virtual (`kv/span_manager.py`
+over `kv/contiguous.py` or `kv/virtual.py`): each request has one run of consecutive block ids. Nothing here changes state.
+
+Fragmentation is defined once, for all of them. `held` are the bytes that live requests keep from others: blocks (paged), whole
+reserved spans (contiguous), committed pages of spans (virtual). `used` are the bytes of tokens in them that have been computed.
+Internal fragmentation is (held - used) / held. External fragmentation is the share of the free bytes that lie outside the longest
+hole: 0 where any free piece serves anywhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvist.kv.prefix import PrefixMatch
+from kvist.kv.spec import KVSpec
+from kvist.request import PrefixMiss, Request
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """The pool at one moment, in blocks; `live + cached + free == total`."""
+
+    total: int
+    live: int
+    """Held by at least one request."""
+    cached: int
+    """Held by nobody, but still found by the prefix index until reused."""
+    free: int
+    """Held by nobody, and of no use to anybody."""
+    evictions: int
+    """Cached blocks that were reused, since the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAccount:
+    """KV memory at one moment, in bytes; the definitions are in the module's docstring."""
+
+    reserved: int
+    """Set aside for live requests, with memory behind it or not."""
+    committed: int
+    """With physical memory behind it: written once (paged, contiguous) or committed and not released (virtual)."""
+    held: int
+    used: int
+    shared: int
+    """What requests would hold more if nothing were shared."""
+    external_fragmentation: float
+
+    @property
+    def internal_fragmentation(self) -> float:
+        return (self.held - self.used) / self.held if self.held else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What must happen to the arena before a step: first ranges of bytes are given back to the system, then blocks are copied, in
+    order. No range holds the source of a copy."""
+
+    releases: tuple[tuple[int, int], ...] = ()
+    """[start, stop) offsets in the arena, whole memory pages."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """(source block id, destination block id)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.releases or self.copies)
+
+
+NO_PLAN = MemoryPlan()
+
+
+class KVMemory(Protocol):
+    """The memory of requests, decided on integers. See `kv/manager.py` for the order of calls."""
+
+    spec: KVSpec
+    num_blocks: int
+    """Blocks that have physical memory at once."""
+    enable_prefix_caching: bool
+
+    @property
+    def num_free_blocks(self) -> int: ...
+
+    @property
+    def request_ids(self) -> frozenset[str]: ...
+
+    def max_request_tokens(self, limit: int) -> int:
+        """The most tokens, up to `limit`, that one request alone can have."""
+
+    def match(self, request: Request) -> PrefixMatch: ...
+
+    def no_match(self) -> PrefixMatch: ...
+
+    def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss: ...
+
+    def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool: ...
+
+    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool) -> bool:
+        """Whether a waiting request can be admitted with the hit `match`; `alone`: nobody runs, so no reserve is kept."""
+
+    def fit(self, request: Request, num_new_tokens: int) -> int: ...
+
+    def block_tables(self, request: Request) -> tuple[array[int], ...]: ...
+
+    def usage(self) -> KVUsage: ...
+
+    def account(self, requests: Iterable[Request]) -> MemoryAccount:
+        """Bytes now; `requests` are all that hold blocks."""
+
+    def add(self, request: Request) -> None: ...
+
+    def attach(self, request: Request, match: PrefixMatch) -> None: ...
+
+    def allocate(self, request: Request, num_new_tokens: int) -> bool: ...
+
+    def commit(self, request: Request) -> None: ...
+
+    def trim(self, request: Request) -> None: ...
+
+    def rewind(self, request: Request) -> None: ...
+
+    def release(self, request: Request) -> int: ...
+
+    def free(self, request: Request) -> int: ...
+
+    def take_plan(self) -> MemoryPlan:
+        """What has to be done to the arena before the next step; each item is given out once."""
+
+    def check_invariants(self) -> None: ...

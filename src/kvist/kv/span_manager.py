@@ -1,0 +1,306 @@
+"""KV memory in which each request has one run of consecutive blocks: the contiguous and the virtual allocator.
+
+A request's span is opened for its longest possible length when it is admitted, and closed when it is preempted or ends. Where the
+allocator keeps closed spans, a common prefix is copied out of whichever span holds it, live or kept: nothing is shared in place, so
+a block belongs to one request. Sharing in place, eviction policies, pins and tiers are for paged memory (`kv/manager.py`).
+
+Invariants: entry i of a request's table for group g is `starts[g] + i`, or 0 if it was let go; a block enters the index in
+`commit`, and leaves it before its memory is given back; a copy's source stays as it is until the plan that names it is taken.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvist.errors import ConfigError
+from kvist.kv.block import BlockHash, extend_hashes, root_hash
+from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan
+from kvist.kv.prefix import PrefixIndex, PrefixMatch
+from kvist.kv.spans import Span, SpanAllocator
+from kvist.kv.spec import KVSpec, first_block
+from kvist.request import PrefixMiss, Request
+
+
+@dataclass(slots=True)
+class _Record:
+    root: BlockHash
+    hashes: list[BlockHash]
+    tables: tuple[array[int], ...]
+    span: Span | None = None
+    num_committed: int = 0
+
+
+class SpanManager:
+    """`KVMemory` over a `SpanAllocator`, which is made by `make_spans` with the function that it tells of evictions."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        spans: SpanAllocator,
+        *,
+        enable_prefix_caching: bool,
+        key: bytes = b"",
+        watermark: float = 0.01,
+    ) -> None:
+        if num_blocks < len(spec.groups):
+            raise ConfigError(
+                f"num_kv_blocks={num_blocks} is less than the {len(spec.groups)} blocks that one token of this model takes (one "
+                "per KV group): raise num_kv_blocks or kv_cache_memory."
+            )
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.enable_prefix_caching = enable_prefix_caching
+        self._spans = spans
+        self._reserve = int(watermark * num_blocks)
+        self._key = key
+        self._block_size = spec.block_size
+        self._windows = tuple(group.window for group in spec.groups)
+        self._index = PrefixIndex(spans.num_ids if enable_prefix_caching else 0, self._windows, spec.block_size)
+        self._records: dict[str, _Record] = {}
+        self._copies: list[tuple[int, int]] = []
+        self._evictions = 0
+
+    # Queries
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._spans.num_free
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        return frozenset(self._records)
+
+    def max_request_tokens(self, limit: int) -> int:
+        return self.spec.max_span_tokens(self.num_blocks, limit)
+
+    def match(self, request: Request) -> PrefixMatch:
+        record = self._records[request.request_id]
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
+            return self.no_match()
+        limit = (request.num_tokens - 1) // self._block_size
+        self._hash_up_to(request, record, limit)
+        return self._index.match(record.hashes, limit)
+
+    def no_match(self) -> PrefixMatch:
+        return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * len(self._windows))
+
+    def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
+        record, block = self._records[request.request_id], match.num_tokens // self._block_size
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs or block >= (request.num_tokens - 1) // self._block_size:
+            return False
+        for other in running:
+            theirs = self._records[other.request_id]
+            if theirs.root == record.root and theirs.num_committed <= block < other.num_tokens // self._block_size:
+                self._hash_up_to(other, theirs, block + 1)
+                if theirs.hashes[block] == record.hashes[block]:
+                    return True
+        return False
+
+    def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
+        if not self.enable_prefix_caching:
+            return PrefixMiss("caching_off", 0)
+        if request.wants_prompt_logprobs:
+            return PrefixMiss("prompt_logprobs", 0)
+        whole = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        if match.num_tokens >= whole:
+            return PrefixMiss("partial_block", match.num_tokens)
+        return PrefixMiss("not_found" if self._evictions else "never_seen", match.num_tokens)
+
+    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool) -> bool:
+        sources = tuple(
+            block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]
+        )
+        blocks = -(-request.num_tokens // self._block_size) + (0 if alone else -(-self._reserve // len(self._windows)))
+        return self._spans.can_open(self._longest(request), min(blocks, self.num_blocks), sources)
+
+    def fit(self, request: Request, num_new_tokens: int) -> int:
+        span = self._records[request.request_id].span
+        assert span is not None, "a request that runs has a span"
+        blocks = span.end + self._spans.room(span)
+        return min(num_new_tokens, blocks * self._block_size - request.num_computed_tokens)
+
+    def block_tables(self, request: Request) -> tuple[array[int], ...]:
+        return self._records[request.request_id].tables
+
+    def usage(self) -> KVUsage:
+        free, cached = self._spans.num_free, self._spans.num_kept
+        cached = min(cached, free)
+        return KVUsage(self.num_blocks, self.num_blocks - free, cached, free - cached, self._evictions)
+
+    def account(self, requests: Iterable[Request]) -> MemoryAccount:
+        used = 0
+        for request in requests:
+            span = self._records[request.request_id].span
+            if span is not None:
+                used += sum(request.num_computed_tokens - begin * self._block_size for begin in span.begin)
+        spans = self._spans
+        return MemoryAccount(
+            reserved=spans.reserved_bytes,
+            committed=spans.committed_bytes,
+            held=spans.held_bytes,
+            used=used * self.spec.block_bytes // self._block_size,
+            shared=0,
+            external_fragmentation=spans.external_fragmentation,
+        )
+
+    # Changes
+
+    def add(self, request: Request) -> None:
+        assert request.request_id not in self._records, f"request {request.request_id} is known already"
+        root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
+        self._records[request.request_id] = _Record(root, [], self._empty_tables())
+
+    def attach(self, request: Request, match: PrefixMatch) -> None:
+        """Open the request's span, and plan copies of the hit into it."""
+        record = self._records[request.request_id]
+        span = self._open(request, record)
+        blocks = match.num_tokens // self._block_size
+        if not blocks:
+            return
+        for ids, first in zip(match.block_ids, match.first_blocks, strict=True):
+            for block_id in ids[first:]:
+                self._spans.touch(block_id)
+        granted = self._grow(record, span, blocks)
+        assert granted, "a request is admitted only if its blocks are there"
+        for group, (ids, first) in enumerate(zip(match.block_ids, match.first_blocks, strict=True)):
+            self._copies += zip(ids[first:], record.tables[group][first:blocks], strict=True)
+            self._let_go(record, span, group, first)
+        record.num_committed = blocks
+
+    def allocate(self, request: Request, num_new_tokens: int) -> bool:
+        record = self._records[request.request_id]
+        span = record.span or self._open(request, record)
+        missing = -(-(request.num_computed_tokens + num_new_tokens) // self._block_size) - span.end
+        return missing <= 0 or self._grow(record, span, missing)
+
+    def commit(self, request: Request) -> None:
+        record = self._records[request.request_id]
+        full = request.num_computed_tokens // self._block_size
+        if full == record.num_committed or not self.enable_prefix_caching:
+            return
+        self._hash_up_to(request, record, full)
+        for group, table in enumerate(record.tables):
+            for block in range(record.num_committed, full):
+                self._index.insert(group, record.hashes[block], table[block])
+        record.num_committed = full
+
+    def trim(self, request: Request) -> None:
+        record = self._records[request.request_id]
+        if record.span is None:
+            return
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                self._let_go(record, record.span, group, first_block(request.num_computed_tokens, window, self._block_size))
+
+    def rewind(self, request: Request) -> None:
+        """The request will be computed from position 0 again."""
+        record = self._records[request.request_id]
+        assert record.num_committed == 0, "blocks in the index are never written again"
+        if record.span is not None and any(record.span.begin):
+            self.release(request)
+
+    def release(self, request: Request) -> int:
+        """Close the request's span. Returns how many blocks became free."""
+        record = self._records[request.request_id]
+        before = self._spans.num_free
+        if record.span is not None:
+            first, last = self._named(record, record.span)
+            self._forget(record.span, keep=(first, last))
+            self._spans.close(record.span, first, last)
+        record.tables = self._empty_tables()
+        record.span = None
+        record.num_committed = 0
+        return self._spans.num_free - before
+
+    def free(self, request: Request) -> int:
+        freed = self.release(request)
+        del self._records[request.request_id]
+        return freed
+
+    def take_plan(self) -> MemoryPlan:
+        copies, self._copies = tuple(self._copies), []
+        return MemoryPlan(tuple(self._spans.take_releases()), copies)
+
+    def on_evict(self, span: Span) -> None:
+        """A kept span is given up: its blocks are found no more."""
+        self._evictions += sum(span.end - begin for begin in span.begin)
+        self._forget(span, keep=(0, 0))
+
+    # Helpers
+
+    def _empty_tables(self) -> tuple[array[int], ...]:
+        return tuple(array("i") for _ in self._windows)
+
+    def _longest(self, request: Request) -> int:
+        return -(-(request.num_prompt_tokens + request.max_tokens) // self._block_size)
+
+    def _open(self, request: Request, record: _Record) -> Span:
+        assert record.span is None, f"request {request.request_id} has a span already"
+        span = self._spans.open(self._longest(request))
+        assert span is not None, "a request is admitted only if there is a span for it"
+        record.span = span
+        return span
+
+    def _grow(self, record: _Record, span: Span, num_blocks: int) -> bool:
+        if num_blocks > self._spans.room(span):
+            return False
+        for start, table in zip(span.starts, record.tables, strict=True):
+            table.extend(range(start + span.end, start + span.end + num_blocks))
+        self._spans.grow(span, num_blocks)
+        return True
+
+    def _let_go(self, record: _Record, span: Span, group: int, begin: int) -> None:
+        old = span.begin[group]
+        if begin <= old:
+            return
+        self._unname(span.starts[group], old, begin)
+        self._spans.trim(span, group, begin)
+        if span.begin[group] == begin:
+            for block in range(old, begin):
+                record.tables[group][block] = 0
+
+    def _named(self, record: _Record, span: Span) -> tuple[int, int]:
+        """The least range of logical blocks that holds all blocks of the span that the index knows."""
+        if not self.enable_prefix_caching:
+            return 0, 0
+        named = [
+            block
+            for start, begin in zip(span.starts, span.begin, strict=True)
+            for block in range(begin, min(span.end, record.num_committed))
+            if self._index.hash_of(start + block) is not None
+        ]
+        return (min(named), max(named) + 1) if named else (0, 0)
+
+    def _forget(self, span: Span, keep: tuple[int, int]) -> None:
+        for start, begin in zip(span.starts, span.begin, strict=True):
+            self._unname(start, begin, min(span.end, keep[0]))
+            self._unname(start, max(begin, keep[1]), span.end)
+
+    def _unname(self, start: int, first: int, last: int) -> None:
+        if self.enable_prefix_caching:
+            for block_id in range(start + first, start + last):
+                if self._index.hash_of(block_id) is not None:
+                    self._index.remove(block_id)
+
+    def _hash_up_to(self, request: Request, record: _Record, num_blocks: int) -> None:
+        start = len(record.hashes)
+        if num_blocks > start:
+            token_ids = request.token_ids(start * self._block_size, num_blocks * self._block_size)
+            extend_hashes(record.hashes, record.root, token_ids, self._block_size)
+
+    def check_invariants(self) -> None:
+        """Walk everything; O(ids)."""
+        self._spans.check_invariants()
+        self._index.check_invariants()
+        for record in self._records.values():
+            if record.span is None:
+                assert not record.tables[0]
+                continue
+            for start, begin, table in zip(record.span.starts, record.span.begin, record.tables, strict=True):
+                assert len(table) == record.span.end
+                assert not any(table[:begin])
+                assert list(table[begin:]) == list(range(start + begin, start + record.span.end))
+            assert record.num_committed <= record.span.end
