@@ -11,6 +11,10 @@ from helpers.machines import ISAS, make_ops
 from kvist.kernels.ops import Ops
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-requests", type=int, default=300, help="How many requests the soak sends; the long form is 10000.")
+
+
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
