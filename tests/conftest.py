@@ -12,7 +12,7 @@ from kvist.kernels.ops import Ops
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak-requests", type=int, default=300, help="How many requests the soak sends; the long form is 10000.")
+    parser.addoption("--soak-requests", type=int, default=200, help="How many requests the soak sends; the long form is 10000.")
 
 
 @pytest.fixture(params=ISAS)

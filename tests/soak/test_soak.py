@@ -1,7 +1,7 @@
 """The soak: many clients with mixed requests, a third of them leaving at random moments, on a pool that is too small for them.
 
-Afterwards every block is accounted for, nothing runs or waits, memory has not grown, and every text, whole or cut off, is that of its
-plain run. `--soak-requests 10000` runs the long one; without it a few hundred requests show that it works.
+Afterwards every block is accounted for, nothing runs or waits, memory has not grown, and every text, whole or cut off, is that of
+its plain run. `--soak-requests 10000` runs the long one; without it a few hundred requests show that it works.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def head_of(method: str, path: str, key: str, body: bytes) -> bytes:
 
 
 async def exchange(server: Server, raw: bytes, *, patience: float | None = None, appetite: int | None = None) -> bytes | None:
-    """The answer's body as far as it was read; None where the client left before its beginning. `patience` in seconds, `appetite` in
-    bytes: when either is at its end, the client leaves."""
+    """The answer's body as far as it was read; None where the client left before its beginning. It leaves after `patience` seconds,
+    or when it has read `appetite` bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     data = b""
     try:
