@@ -274,6 +274,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
+    """Of the cached ones, what was brought back from the disk tier for this request."""
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -320,6 +322,11 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+def prompt_sources(num_prompt: int, num_cached: int, num_disk: int) -> dict[str, int]:
+    """Where prompt tokens came from, each counted once: computed, found on the device, brought from the disk tier."""
+    return {"computed": num_prompt - num_cached, "prefix_hit": num_cached - num_disk, "disk_hit": num_disk}
+
+
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
     """Where each prompt token came from (they add up), and what the request went through. Times in seconds."""
@@ -333,11 +340,13 @@ class RequestUsage:
     stall_time: float = 0.0
     prefix_miss: PrefixMiss | None = None
     """None where the request ended before it was admitted."""
+    num_disk_tokens: int = 0
+    """Of the cached ones."""
 
     @property
     def prompt_tokens_by_source(self) -> dict[str, int]:
         """They add up to the prompt."""
-        return {"computed": self.num_prompt_tokens - self.num_cached_tokens, "prefix_hit": self.num_cached_tokens}
+        return prompt_sources(self.num_prompt_tokens, self.num_cached_tokens, self.num_disk_tokens)
 
 
 @dataclass(frozen=True, slots=True)

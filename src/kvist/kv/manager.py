@@ -6,7 +6,7 @@ values, no step, no budget, no clock. Queries (`match`, `is_being_computed`, `fi
 the memo of hashes. Invariants, besides those of pool and index:
 
 * all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
-* a block's reference count is the number of tables that name it;
+* a block's reference count is the number of tables that name it, and of plans that fill it;
 * a block enters the index in `commit`, after its keys and values were computed: a hit never reads what is still being written;
 * full blocks are never written again: a request writes only at `num_computed_tokens` and after, behind all full ones.
 """
@@ -24,6 +24,7 @@ from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec, first_block
+from kvist.kv.tiers import Restore, TierDecider, TransferPlan
 from kvist.request import PrefixMiss, Request
 
 
@@ -40,7 +41,8 @@ class _Record:
 
 class KVManager:
     """`key` names everything but tokens, salt, format and block size that changes KV bytes: the model and the numeric profile
-    (see `block.make_key`). `watermark` is the share of the pool that admission leaves free."""
+    (see `block.make_key`). `watermark` is the share of the pool that admission leaves free. `tiered`: there is a tier behind the
+    device, and `tier` holds its books."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class KVManager:
         enable_prefix_caching: bool = True,
         key: bytes = b"",
         watermark: float = 0.01,
+        tiered: bool = False,
     ) -> None:
         self._num_groups = len(spec.groups)
         if num_blocks < self._num_groups:
@@ -69,6 +72,7 @@ class KVManager:
         self._index = PrefixIndex(num_blocks, self._windows, spec.block_size)
         self._pool = BlockPool(num_blocks, self._index.remove)
         self._allocator: Allocator = PagedAllocator(self._pool)
+        self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
         self._num_touched = 0
 
@@ -86,6 +90,18 @@ class KVManager:
         limit = (request.num_tokens - 1) // self._block_size
         self._hash_up_to(request, record, limit)
         return self._index.match(record.hashes, limit)
+
+    def restorable(self, request: Request, match: PrefixMatch) -> Restore | None:
+        """What the tier would add to the hit `match` of a waiting request."""
+        record = self._records[request.request_id]
+        if self.tier is None or request.wants_prompt_logprobs:
+            return None
+        limit = (request.num_tokens - 1) // self._block_size
+        length = self._index.longest(record.hashes, limit, self.tier.beside(self._index.tables))
+        if length * self._block_size <= match.num_tokens:
+            return None
+        missing = self._index.missing(record.hashes, length)
+        return Restore(match.num_tokens, length * self._block_size, tuple(missing))
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         """Whether one of the `running` requests has yet to commit the block by which the hit `match` would be longer."""
@@ -118,10 +134,10 @@ class KVManager:
         """The most tokens, up to `limit`, that one request alone can have."""
         return self.spec.max_request_tokens(self.num_blocks, limit)
 
-    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool) -> bool:
-        """Whether all tokens of a waiting request can get blocks now and leave the watermark free, which is not asked of one that
-        would run alone."""
-        reserve = 0 if alone else self.watermark_blocks
+    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
+        """Whether all tokens of a waiting request can get blocks now and leave the watermark and `growth` free, which is not asked
+        of one that would run alone."""
+        reserve = 0 if alone else self.watermark_blocks + growth
         return self.blocks_to_admit(request, match) + reserve <= self.num_free_blocks
 
     def blocks_to_admit(self, request: Request, match: PrefixMatch) -> int:
@@ -211,12 +227,41 @@ class KVManager:
         start = record.num_committed
         assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
         for group, table in enumerate(record.tables):
-            for block_hash, block_id in zip(record.hashes[start:full], table[start:full], strict=True):
-                # A second block of the same content stays unnamed: the first may be shared already, and pointing this request's
-                # table to it would change a table that is lent out. It is reused first when it is let go.
-                if self._index.insert(group, block_hash, block_id):
-                    self._pool.mark_cached(block_id)
+            hashes, block_ids = record.hashes[start:full], table[start:full]
+            self._enter(group, hashes, block_ids)
+            if self.tier is not None:
+                self.tier.offer(group, hashes, block_ids)
         record.num_committed = full
+
+    def prepare_restore(self, restore: Restore, match: PrefixMatch) -> TransferPlan:
+        """Hold blocks for what a tier will bring. There must be as many free ones; those of the hit `match` are not among them."""
+        assert self.tier is not None
+        hit = [block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]]
+        self._pool.share(hit)
+        taken = self._pool.take(len(restore.missing))
+        self._pool.release(reversed(hit))
+        assert taken is not None, "a restore is prepared only if its blocks are there"
+        return self.tier.prepare(restore, taken)
+
+    def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> None:
+        """Enter what was brought into the prefix index, and let go of the plan's blocks."""
+        assert self.tier is not None
+        copies = self.tier.complete(plan_id).copies
+        for copy, good in zip(copies, filled, strict=True):
+            if good:
+                self._enter(copy.group, [copy.block_hash], [copy.block_id])
+        self._pool.release(copy.block_id for copy in reversed(copies))
+
+    def swap_out(self, request: Request) -> bool:
+        """Before `release`: offer the tier what it lacks of a request. Whether it can come back from there sooner than computed."""
+        record = self._records[request.request_id]
+        if self.tier is None or not record.num_committed:
+            return False
+        num_blocks, stop = 0, record.num_committed
+        for group, (table, start) in enumerate(zip(record.tables, record.let_go, strict=True)):
+            self.tier.offer(group, record.hashes[start:stop], table[start:stop])
+            num_blocks += stop - min(start, stop)
+        return self.tier.is_cheaper(num_blocks, stop * self._block_size)
 
     def trim(self, request: Request) -> None:
         """Let go of blocks that lie wholly before the window of the next row, at position `num_computed_tokens`."""
@@ -260,6 +305,13 @@ class KVManager:
 
     # Helpers
 
+    def _enter(self, group: int, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
+        """Name computed blocks. A second block of the same content stays unnamed: the first may be shared already, and pointing a
+        request's table to it would change a table that is lent out. It is reused first when it is let go."""
+        for block_hash, block_id in zip(block_hashes, block_ids, strict=True):
+            if self._index.insert(group, block_hash, block_id):
+                self._pool.mark_cached(block_id)
+
     def _empty_tables(self) -> tuple[array[int], ...]:
         return tuple(array("i") for _ in self._windows)
 
@@ -288,6 +340,10 @@ class KVManager:
         self._pool.check_invariants()
         self._index.check_invariants()
         counts = array("i", bytes(4 * self.num_blocks))
+        if self.tier is not None:
+            self.tier.check_invariants()
+            for block_id in self.tier.pinned():
+                counts[block_id] += 1
         for record in self._records.values():
             for table, let_go in zip(record.tables, record.let_go, strict=True):
                 assert len(table) == len(record.tables[0])

@@ -97,8 +97,9 @@ class KVMemory(Protocol):
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool: ...
 
-    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool) -> bool:
-        """Whether a waiting request can be admitted with the hit `match`; `alone`: nobody runs, so no reserve is kept."""
+    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
+        """Whether a waiting request can be admitted with the hit `match`; `alone`: nobody runs, so no reserve is kept. `growth`:
+        blocks that stay free for those that run, besides the reserve."""
 
     def fit(self, request: Request, num_new_tokens: int) -> int: ...
 

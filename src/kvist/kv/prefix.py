@@ -8,7 +8,7 @@ per (hash, group) and one (hash, group) per block; what is found was computed be
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from kvist.kv.block import BlockHash
@@ -61,22 +61,8 @@ class PrefixIndex:
         del self._tables[self._group_of[block_id]][block_hash]
 
     def match(self, hashes: Sequence[BlockHash], limit: int) -> PrefixMatch:
-        """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group.
-
-        Each group shortens the length to the longest that it accepts, until all accept the same one: every round only passes over
-        lengths that some group refuses, so the first common length is the longest.
-        """
-        length = limit
-        for table, window in zip(self._tables, self._windows, strict=True):
-            if window is None:
-                length = _longest_full(table, hashes, length)
-        agreed = False
-        while not agreed:
-            before = length
-            for table, window in zip(self._tables, self._windows, strict=True):
-                if window is not None:
-                    length = _longest_windowed(table, hashes, length, -(-(window - 1) // self._block_size))
-            agreed = length == before
+        """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group."""
+        length = self.longest(hashes, limit, self._tables)
         position = length * self._block_size
         firsts = tuple(first_block(position, window, self._block_size) for window in self._windows)
         ids = []
@@ -85,6 +71,41 @@ class PrefixIndex:
             entries.extend(table[block_hash] for block_hash in hashes[first:length])
             ids.append(entries)
         return PrefixMatch(position, tuple(ids), firsts)
+
+    def longest(self, hashes: Sequence[BlockHash], limit: int, tables: Sequence[Container[BlockHash]]) -> int:
+        """The most leading blocks, up to `limit`, that would be valid in every group if group g had what `tables[g]` has.
+
+        Each group shortens the length to the longest that it accepts, until all accept the same one: every round only passes over
+        lengths that some group refuses, so the first common length is the longest.
+        """
+        length = limit
+        for table, window in zip(tables, self._windows, strict=True):
+            if window is None:
+                length = _longest_full(table, hashes, length)
+        agreed = False
+        while not agreed:
+            before = length
+            for table, window in zip(tables, self._windows, strict=True):
+                if window is not None:
+                    length = _longest_windowed(table, hashes, length, -(-(window - 1) // self._block_size))
+            agreed = length == before
+        return length
+
+    @property
+    def tables(self) -> tuple[Container[BlockHash], ...]:
+        """Per group, the names that are found."""
+        return self._tables
+
+    def missing(self, hashes: Sequence[BlockHash], length: int) -> list[tuple[int, BlockHash]]:
+        """(group, name) of the blocks that a prefix of `length` blocks needs and that are not here, in the order of positions."""
+        position = length * self._block_size
+        firsts = [first_block(position, window, self._block_size) for window in self._windows]
+        return [
+            (group, hashes[block])
+            for block in range(min(firsts), length)
+            for group, (table, first) in enumerate(zip(self._tables, firsts, strict=True))
+            if block >= first and hashes[block] not in table
+        ]
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
@@ -96,7 +117,7 @@ class PrefixIndex:
                 assert self._group_of[block_id] == group
 
 
-def _longest_full(table: dict[BlockHash, int], hashes: Sequence[BlockHash], limit: int) -> int:
+def _longest_full(table: Container[BlockHash], hashes: Sequence[BlockHash], limit: int) -> int:
     """Blocks are missing anywhere, not only at the end: a parent whose twin was kept may be evicted before its child."""
     for length in range(limit):
         if hashes[length] not in table:
@@ -104,7 +125,7 @@ def _longest_full(table: dict[BlockHash, int], hashes: Sequence[BlockHash], limi
     return limit
 
 
-def _longest_windowed(table: dict[BlockHash, int], hashes: Sequence[BlockHash], limit: int, needed: int) -> int:
+def _longest_windowed(table: Container[BlockHash], hashes: Sequence[BlockHash], limit: int, needed: int) -> int:
     """The longest length up to `limit` whose last `needed` blocks (or all, if it has fewer) are present."""
     end = limit
     for block in range(limit - 1, -1, -1):

@@ -109,11 +109,11 @@ class SpanManager:
             return PrefixMiss("partial_block", match.num_tokens)
         return PrefixMiss("not_found" if self._evictions else "never_seen", match.num_tokens)
 
-    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool) -> bool:
+    def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
         sources = tuple(
             block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]
         )
-        blocks = -(-request.num_tokens // self._block_size) + (0 if alone else -(-self._reserve // len(self._windows)))
+        blocks = -(-request.num_tokens // self._block_size) + (0 if alone else -(-(self._reserve + growth) // len(self._windows)))
         return self._spans.can_open(self._longest(request), min(blocks, self.num_blocks), sources)
 
     def fit(self, request: Request, num_new_tokens: int) -> int:

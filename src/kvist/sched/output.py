@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step: plain, frozen data, read by `engine/batch`.
+"""What the scheduler decides for one step, and what it has counted: plain, frozen data, read by `engine`.
 
 The block tables are the manager's own growing arrays, lent until the step is updated; nobody but the manager writes to them.
 """
@@ -9,6 +9,7 @@ from array import array
 from dataclasses import dataclass
 
 from kvist.kv.memory import NO_PLAN, KVUsage, MemoryPlan
+from kvist.kv.tiers import TransferPlan
 from kvist.request import RequestEvent
 
 
@@ -52,6 +53,8 @@ class SchedulerOutput:
     """Of the requests that want them."""
     memory: MemoryPlan = NO_PLAN
     """To be carried out before the forward pass."""
+    restores: tuple[TransferPlan, ...] = ()
+    """Blocks to bring back from a tier, for requests that wait: a step may have nothing else."""
 
     @property
     def empty(self) -> bool:
@@ -72,7 +75,11 @@ class SchedulerStats:
     """Of all admitted requests, counted once each."""
     num_cached_tokens: int
     """Of these, served by prefix hits."""
+    num_disk_tokens: int
+    """Of those, brought back from a tier for their request."""
     num_preemptions: int
+    num_swaps: int
+    """Of these preemptions, whose victims were to come back from a tier."""
     num_tokens_lost: int
     """Computed tokens that preempted requests had to give up."""
     num_stalls: int

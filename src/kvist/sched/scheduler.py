@@ -15,7 +15,9 @@ Order of a step, under one budget of rows:
    the other one ends or gives way before that, it computes them by itself.
 
 When blocks run out, a request takes those of the newest running request that is newer than itself; if there is none it keeps its
-own blocks and stands still. A preempted request waits at its old place, before all that came after it.
+own blocks and stands still. A preempted request waits at its old place, before all that came after it, and comes back only when the
+others have room to grow, twice as much after each time: so no request is preempted more than a few times. What it had computed it
+finds again in the prefix index, has brought back from a tier, or computes, whichever the tier's cost model says (`sched/prefetch`).
 
 Progress: keys are fixed and total. Let O be the unfinished request with the smallest key. If O runs, it gets a row in each step:
 one row of the budget is left for it, as requests are admitted only while rows are left over, and all other blocks can be taken for
@@ -30,63 +32,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvist.errors import ContextLengthError
 from kvist.kv.memory import KVMemory
 from kvist.kv.prefix import PrefixMatch
-from kvist.request import EventKind, FinishReason, Request, RequestEvent, RequestStatus
+from kvist.request import FinishReason, Request, RequestStatus
+from kvist.sched.jobs import Job, Step, key_of
 from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput, SchedulerStats
 from kvist.sched.policy import Policy, PriorityThenArrival
+from kvist.sched.preemption import Preemption, PreemptionLog
+from kvist.sched.prefetch import DEPTH, Prefetcher
 
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    request: Request
-    key: tuple[float, int]
-    num_prompt_logprobs: int = 0
-    """Leading prompt rows whose logits the engine has had."""
-    held_up_since: float | None = None
-    """When it last ceased to get rows for want of blocks; None while it gets them."""
-    told_waiting: bool = False
-
-    @property
-    def pending(self) -> int:
-        return self.request.num_tokens - self.request.num_computed_tokens
-
-
-@dataclass(slots=True)
-class _Step:
-    budget: int
-    now: float
-    rows: dict[_Job, int] = field(default_factory=dict)
-    preempted: list[PreemptionRecord] = field(default_factory=list)
-    stalled: int = 0
-    events: list[RequestEvent] = field(default_factory=list)
-
-    def note(self, request: Request, kind: EventKind, **details: int | float | str) -> None:
-        if request.wants_events:
-            self.events.append(RequestEvent(request.request_id, kind, details))
-
-    def give(self, job: _Job, rows: int) -> None:
-        self.rows[job] = rows
-        self.budget -= rows
-        if job.held_up_since is not None:
-            seconds, job.held_up_since = self.now - job.held_up_since, None
-            job.request.stall_time += seconds
-            self.note(job.request, "resumed", seconds=seconds, tokens_kept=job.request.num_computed_tokens)
-
-    def hold_up(self, job: _Job, kind: EventKind, **details: int) -> None:
-        """The job gets no rows, for want of blocks; told once, until it gets some again."""
-        if job.held_up_since is None or kind == "preempted":
-            self.note(job.request, kind, **details)
-        if job.held_up_since is None:
-            job.held_up_since = self.now
-
-
-def _key(job: _Job) -> tuple[float, int]:
-    return job.key
+MAX_DOUBLINGS = 6
+"""Of the room that a request leaves to others after a preemption: about a thousand tokens to each."""
 
 
 class Scheduler:
@@ -102,6 +61,7 @@ class Scheduler:
         max_model_len: int,
         use_cache: bool = True,
         policy: Policy | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1, "limits are positive"
         self._manager = manager
@@ -111,11 +71,13 @@ class Scheduler:
         self._policy: Policy = policy or PriorityThenArrival()
         self.max_model_len = max_model_len
         self.pool_tokens = manager.max_request_tokens(max_model_len)
-        self._jobs: dict[str, _Job] = {}
-        self._running: list[_Job] = []
-        self._waiting: list[_Job] = []
-        self._in_flight: dict[str, _Job] = {}
-        self._newcomers: list[_Job] = []
+        self._jobs: dict[str, Job] = {}
+        self._running: list[Job] = []
+        self._waiting: list[Job] = []
+        self._in_flight: dict[str, Job] = {}
+        self._prefetcher = prefetcher
+        self._preemptions = PreemptionLog()
+        self._newcomers: list[Job] = []
         """Those that want events and have not been through a step's admission."""
         self._now = 0.0
         self._num_arrivals = 0
@@ -123,7 +85,8 @@ class Scheduler:
         self._num_batched_tokens = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
-        self._num_preemptions = 0
+        self._num_disk_tokens = 0
+        self._num_preemptions = self._num_swaps = 0
         self._num_tokens_lost = 0
         self._num_stalls = 0
 
@@ -152,11 +115,11 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING, "a request is added once"
         assert request.prompt_token_ids, "a prompt has at least one token"
         self._refuse_oversize(request)
-        job = _Job(request, (self._policy.key(request), self._num_arrivals))
+        job = Job(request, (self._policy.key(request), self._num_arrivals))
         self._num_arrivals += 1
         self._jobs[request.request_id] = job
         self._manager.add(request)
-        insort(self._waiting, job, key=_key)
+        insort(self._waiting, job, key=key_of)
         if request.wants_events:
             self._newcomers.append(job)
 
@@ -171,9 +134,12 @@ class Scheduler:
         """End a request; its full blocks stay in the prefix index until they are reused."""
         job = self._jobs.pop(request_id)
         queue = self._running if job.request.status is RequestStatus.RUNNING else self._waiting
-        del queue[bisect_left(queue, job.key, key=_key)]
+        del queue[bisect_left(queue, job.key, key=key_of)]
         self._in_flight.pop(request_id, None)
         self._manager.free(job.request)
+        self._preemptions.ended(request_id)
+        if self._prefetcher is not None:
+            self._prefetcher.forget(request_id)
         if job.held_up_since is not None:
             job.request.stall_time += self._now - job.held_up_since
         job.request.status = RequestStatus.FINISHED
@@ -185,7 +151,7 @@ class Scheduler:
         assert not self._in_flight, "the last step has not been updated"
         self._step += 1
         self._now = now
-        step = _Step(self._budget, now)
+        step = Step(self._budget, now)
         self._advance_running(step, one_row=True)
         self._advance_running(step, one_row=False)
         obstacle = "blocks" if step.preempted else self._admit(step)
@@ -200,7 +166,12 @@ class Scheduler:
             num_waiting=len(self._waiting),
             events=tuple(step.events),
             memory=self._manager.take_plan(),
+            restores=step.restores,
         )
+
+    def preemptions(self) -> tuple[Preemption, ...]:
+        """The latest, oldest first."""
+        return self._preemptions.records()
 
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
         """The step has been computed. Requests that ended since `schedule` are passed over."""
@@ -233,7 +204,9 @@ class Scheduler:
             num_batched_tokens=self._num_batched_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            num_disk_tokens=self._num_disk_tokens,
             num_preemptions=self._num_preemptions,
+            num_swaps=self._num_swaps,
             num_tokens_lost=self._num_tokens_lost,
             num_stalls=self._num_stalls,
             kv=self._manager.usage(),
@@ -250,7 +223,7 @@ class Scheduler:
                 "with a larger num_kv_blocks."
             )
 
-    def _advance_running(self, step: _Step, *, one_row: bool) -> None:
+    def _advance_running(self, step: Step, *, one_row: bool) -> None:
         """Give rows to the running requests that lack exactly one (or more than one). Preemption takes from the end of `_running`,
         behind the place where this walk stands."""
         index = 0
@@ -272,7 +245,7 @@ class Scheduler:
             if rows:
                 step.give(job, rows)
 
-    def _make_room(self, job: _Job, rows: int, step: _Step) -> int:
+    def _make_room(self, job: Job, rows: int, step: Step) -> int:
         """How many of `rows` fit: what is free serves first, even if it is less; then newer requests give way, newest first."""
         fit = self._manager.fit(job.request, rows)
         while fit == 0 and self._running[-1] is not job:
@@ -280,24 +253,32 @@ class Scheduler:
             fit = self._manager.fit(job.request, rows)
         return fit
 
-    def _preempt(self, victim: _Job, cause: _Job, step: _Step) -> None:
+    def _preempt(self, victim: Job, cause: Job, step: Step) -> None:
         assert victim.key > cause.key, "only newer requests give way"
         request = victim.request
         self._running.pop()
         step.budget += step.rows.pop(victim, 0)
+        swap = self._prefetcher is not None and self._prefetcher.swap_out(request)
         freed = self._manager.release(request)
         step.preempted.append(PreemptionRecord(request.request_id, cause.request.request_id, request.num_computed_tokens, freed))
         step.hold_up(victim, "preempted", tokens_lost=request.num_computed_tokens)
+        if swap:
+            step.note(request, "swapped", tokens=request.num_computed_tokens)
+            self._num_swaps += 1
+        self._preemptions.add(step.preempted[-1], swap, step.now)
         self._num_preemptions += 1
         self._num_tokens_lost += request.num_computed_tokens
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
-        insort(self._waiting, victim, key=_key)
+        insort(self._waiting, victim, key=key_of)
 
-    def _admit(self, step: _Step) -> str:
+    def _admit(self, step: Step) -> str:
         """Start waiting requests in order; what the first that still waits lacks (of no meaning if none does)."""
         manager = self._manager
+        if self._prefetcher is not None:
+            running = [one.request for one in self._running]
+            step.restores = self._prefetcher.look_ahead([one.request for one in self._waiting[:DEPTH]], running, step.now)
         while self._waiting:
             if len(self._running) >= self._max_running:
                 return "seats"
@@ -307,7 +288,9 @@ class Scheduler:
             match = manager.match(job.request) if self._use_cache else manager.no_match()
             if self._use_cache and manager.is_being_computed(job.request, match, (one.request for one in self._running)):
                 return "prefix"
-            if not manager.has_room(job.request, match, alone=not self._running):
+            if self._prefetcher is not None and self._prefetcher.holds(job.request, step.now):
+                return "tier"
+            if not manager.has_room(job.request, match, alone=not self._running, growth=self._growth(job)):
                 if self._running or not match.num_tokens:
                     return "blocks"
                 # What holds the prefix leaves no room to copy it: computing it needs less.
@@ -320,30 +303,41 @@ class Scheduler:
             step.give(job, rows)
         return ""
 
-    def _tell_newcomers(self, step: _Step, obstacle: str) -> None:
+    def _growth(self, job: Job) -> int:
+        """Blocks that `job` leaves to those that run when it comes back after a preemption, twice as many each time: otherwise the
+        next block that they need would be its own again, and it would run to and fro."""
+        times = min(job.request.num_preemptions, MAX_DOUBLINGS)
+        return ((1 << times) - 1) * len(self._running) * len(self._manager.spec.groups)
+
+    def _tell_newcomers(self, step: Step, obstacle: str) -> None:
         for job in self._newcomers:
             if job.request.status is RequestStatus.WAITING:
                 job.told_waiting = True
-                step.note(job.request, "waiting", ahead=bisect_left(self._waiting, job.key, key=_key), reason=obstacle)
+                step.note(job.request, "waiting", ahead=bisect_left(self._waiting, job.key, key=key_of), reason=obstacle)
         self._newcomers.clear()
 
-    def _start(self, job: _Job, match: PrefixMatch, step: _Step) -> None:
+    def _start(self, job: Job, match: PrefixMatch, step: Step) -> None:
         request = job.request
+        brought = 0 if self._prefetcher is None else self._prefetcher.admitted(request, match)
         self._manager.attach(request, match)
         request.num_computed_tokens = match.num_tokens
         if request.status is RequestStatus.WAITING:
             # Counted at the first admission only: after a preemption a request may find its own blocks again.
             request.num_cached_tokens = match.num_tokens
+            request.num_disk_tokens = brought
+            self._num_disk_tokens += brought
             self._num_prompt_tokens += request.num_prompt_tokens
             self._num_cached_tokens += match.num_tokens
             request.first_scheduled_time = step.now
             request.prefix_miss = self._manager.explain_miss(request, match)
             if job.told_waiting:
                 step.note(request, "started", seconds=step.now - request.arrival_time, tokens_cached=match.num_tokens)
+        else:
+            self._preemptions.resumed(request.request_id, step.now, match.num_tokens)
         request.status = RequestStatus.RUNNING
-        insort(self._running, job, key=_key)
+        insort(self._running, job, key=key_of)
 
-    def _lower(self, job: _Job, rows: int) -> ScheduledRequest:
+    def _lower(self, job: Job, rows: int) -> ScheduledRequest:
         request = job.request
         start = request.num_computed_tokens
         stop = start + rows

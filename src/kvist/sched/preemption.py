@@ -1,0 +1,75 @@
+"""The history of preemptions, for people: who gave way to whom, what it cost, and how long it stood still.
+
+It decides nothing. Invariants: at most CAPACITY records, the latest; a record is frozen, and replaced by a complete one when its
+request runs again; `records` is made anew only when something changed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvist.sched.output import PreemptionRecord
+
+CAPACITY = 128
+
+PreemptionKind = Literal["recompute", "swap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """One request's loss of its blocks. Times by the engine's clock, in seconds."""
+
+    request_id: str
+    cause_request_id: str
+    """The request that needed the blocks."""
+    kind: PreemptionKind
+    """swap: its blocks are in a tier, and reading them is cheaper than computing; recompute: otherwise."""
+    num_tokens: int
+    """Computed tokens that it gave up."""
+    num_blocks_freed: int
+    time: float
+    stall: float | None = None
+    """Until it ran again; None while it waits, or if it ended before."""
+    num_tokens_found: int = 0
+    """Of those, how many were found again, on the device or in a tier."""
+
+
+class PreemptionLog:
+    def __init__(self) -> None:
+        self._records: OrderedDict[int, Preemption] = OrderedDict()
+        self._open: dict[str, int] = {}
+        self._count = 0
+        self._view: tuple[Preemption, ...] | None = ()
+
+    def add(self, record: PreemptionRecord, swap: bool, now: float) -> None:
+        self._count += 1
+        self._records[self._count] = Preemption(
+            record.request_id,
+            record.cause_request_id,
+            "swap" if swap else "recompute",
+            record.num_tokens_lost,
+            record.num_blocks_freed,
+            now,
+        )
+        self._open[record.request_id] = self._count
+        if len(self._records) > CAPACITY:
+            self._records.popitem(last=False)
+        self._view = None
+
+    def resumed(self, request_id: str, now: float, num_tokens_found: int) -> None:
+        number = self._open.pop(request_id, None)
+        record = None if number is None else self._records.get(number)
+        if number is not None and record is not None:
+            self._records[number] = replace(record, stall=now - record.time, num_tokens_found=num_tokens_found)
+            self._view = None
+
+    def ended(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+
+    def records(self) -> tuple[Preemption, ...]:
+        """Oldest first."""
+        if self._view is None:
+            self._view = tuple(self._records.values())
+        return self._view

@@ -1,0 +1,106 @@
+"""Which waiting requests have blocks brought back from a tier, and for how long they may wait for them.
+
+The first DEPTH waiting requests are looked at in each step. Where a tier would lengthen the hit, and reading is cheaper than
+computing, blocks are taken for it and a plan goes out with the step; when it is complete, the blocks are in the prefix index, and
+admission finds them like any others. The first in the queue is held for its own plan until then, but no longer than computing would
+have taken (within MIN_WAIT and MAX_WAIT seconds): then it is admitted with what is there, and what comes later serves others.
+
+It decides on integers and the step's `now`; it moves nothing. Invariants: one plan a request and stay in the queue, so nobody waits
+twice; a plan takes free blocks only, beyond the reserve that admission leaves; a request that left does not end its plan, whose
+blocks stay pinned until it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvist.kv.manager import KVManager
+from kvist.kv.prefix import PrefixMatch
+from kvist.kv.tiers import Restore, TierDecider, TransferPlan
+from kvist.request import Request
+
+DEPTH = 4
+MIN_WAIT, MAX_WAIT = 0.25, 10.0
+
+
+@dataclass(slots=True)
+class _Wait:
+    """One request's decision: a plan, or none (`plan_id` None: it is computed)."""
+
+    plan_id: int | None
+    start: int = 0
+    stop: int = 0
+    deadline: float = 0.0
+
+
+class Prefetcher:
+    """`manager` is one with a tier."""
+
+    def __init__(self, manager: KVManager) -> None:
+        assert manager.tier is not None
+        self._manager = manager
+        self._tier: TierDecider = manager.tier
+        self._waits: dict[str, _Wait] = {}
+        self._running_plans: set[int] = set()
+
+    def look_ahead(self, waiting: Sequence[Request], running: Iterable[Request], now: float) -> tuple[TransferPlan, ...]:
+        """Plans for the first waiting requests that have none yet."""
+        if self._tier.is_empty:
+            return ()
+        plans = []
+        for request in waiting[:DEPTH]:
+            if request.request_id not in self._waits and (plan := self._plan(request, running, now)) is not None:
+                plans.append(plan)
+        return tuple(plans)
+
+    def _plan(self, request: Request, running: Iterable[Request], now: float) -> TransferPlan | None:
+        manager, tier = self._manager, self._tier
+        match = manager.match(request)
+        restore = manager.restorable(request, match)
+        if restore is None or tier.is_loading(restore) or manager.is_being_computed(request, match, running):
+            return None
+        if len(restore.missing) + manager.watermark_blocks > manager.num_free_blocks:
+            return None
+        if not tier.is_worth_it(restore):
+            self._waits[request.request_id] = _Wait(None)
+            return None
+        plan = manager.prepare_restore(restore, match)
+        self._waits[request.request_id] = _Wait(plan.plan_id, restore.start, restore.stop, now + self._patience(restore))
+        self._running_plans.add(plan.plan_id)
+        return plan
+
+    def _patience(self, restore: Restore) -> float:
+        """As long as computing it would take."""
+        rate = self._tier.rates.tokens_per_second
+        return MAX_WAIT if not rate else min(MAX_WAIT, max(MIN_WAIT, (restore.stop - restore.start) / rate))
+
+    def holds(self, request: Request, now: float) -> bool:
+        """Whether a request's blocks are on their way and it should wait for them."""
+        wait = self._waits.get(request.request_id)
+        return wait is not None and wait.plan_id in self._running_plans and now < wait.deadline
+
+    @property
+    def num_restoring(self) -> int:
+        """Plans that are out: a step without rows waits for them."""
+        return self._tier.num_restoring
+
+    def complete(self, plan_id: int, filled: Sequence[bool]) -> None:
+        """A plan was carried out; `filled` says which of its blocks hold what they should."""
+        self._manager.complete_restore(plan_id, filled)
+        self._running_plans.discard(plan_id)
+
+    def swap_out(self, request: Request) -> bool:
+        """A request is about to lose its blocks: have the tier keep them. Whether it is to come back from there."""
+        return self._manager.swap_out(request)
+
+    def admitted(self, request: Request, match: PrefixMatch) -> int:
+        """How many tokens of the hit its plan brought."""
+        wait = self._waits.pop(request.request_id, None)
+        if wait is None or wait.plan_id is None:
+            return 0
+        return max(0, min(wait.stop, match.num_tokens) - wait.start)
+
+    def forget(self, request_id: str) -> None:
+        """The request left the queue."""
+        self._waits.pop(request_id, None)
