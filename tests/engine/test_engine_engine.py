@@ -36,7 +36,7 @@ def test_length():
     snapshot = engine.snapshot()
     assert (snapshot.generated_tokens, snapshot.steps, snapshot.preemptions, snapshot.failed_steps) == (12, 12, 0, 0)
     assert (snapshot.num_running, snapshot.num_waiting) == (0, 0)
-    assert snapshot.prompt_tokens_by_source == {"computed": 5, "prefix_hit": 0}
+    assert snapshot.prompt_tokens_by_source == {"computed": 5, "prefix_hit": 0, "disk_hit": 0}
     assert snapshot.blocks_by_state == {"live": 0, "cached": 1, "free": 63}
     assert 0 < snapshot.scheduler_seconds < snapshot.step_seconds
 
@@ -139,9 +139,9 @@ def test_prompt_logprobs_ignore_the_prefix_cache_and_say_so():
     assert [one.usage.num_cached_tokens for one in (first, second, scored)] == [0, 32, 0]
     misses = [one.usage.prefix_miss for one in (first, second, scored)]
     assert misses == [PrefixMiss("never_seen", 0), PrefixMiss("partial_block", 32), PrefixMiss("prompt_logprobs", 0)]
-    assert scored.usage.prompt_tokens_by_source == {"computed": 40, "prefix_hit": 0}
+    assert scored.usage.prompt_tokens_by_source == {"computed": 40, "prefix_hit": 0, "disk_hit": 0}
     assert first.token_ids == second.token_ids == scored.token_ids
-    assert engine.snapshot().prompt_tokens_by_source == {"computed": 40 + 8 + 40, "prefix_hit": 32}
+    assert engine.snapshot().prompt_tokens_by_source == {"computed": 40 + 8 + 40, "prefix_hit": 32, "disk_hit": 0}
 
 
 def test_nothing_to_generate():

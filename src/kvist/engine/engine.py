@@ -33,6 +33,7 @@ from kvist.request import (
     Request,
     SamplingParams,
     StructuredOutputsParams,
+    prompt_sources,
 )
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.scheduler import Scheduler
@@ -51,7 +52,7 @@ class EngineSnapshot:
     blocks_by_state: Mapping[str, int]
     """They add up to the pool. live: held by a request; cached: held by none, and still keeping a prefix; free: neither."""
     prompt_tokens_by_source: Mapping[str, int]
-    """computed, prefix_hit: each prompt token once, at its request's first admission."""
+    """computed, prefix_hit, disk_hit: each prompt token once, at its request's first admission."""
     generated_tokens: int
     preemptions: int
     steps: int
@@ -247,10 +248,7 @@ class Engine:
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             blocks_by_state={"free": kv.free, "cached": kv.cached, "live": kv.live},
-            prompt_tokens_by_source={
-                "computed": stats.num_prompt_tokens - stats.num_cached_tokens,
-                "prefix_hit": stats.num_cached_tokens,
-            },
+            prompt_tokens_by_source=prompt_sources(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens),
             generated_tokens=counters.generated_tokens,
             preemptions=stats.num_preemptions,
             steps=counters.steps,

@@ -107,6 +107,7 @@ class ChoiceOutput:
         return RequestUsage(
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
+            num_disk_tokens=request.num_disk_tokens,
             num_output_tokens=len(request.output_token_ids),
             num_preemptions=request.num_preemptions,
             queue_time=0.0 if scheduled is None else scheduled - request.arrival_time,
