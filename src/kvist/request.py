@@ -52,8 +52,8 @@ class StructuredOutputsParams:
 
     `json` is a JSON schema (an object, true, or its text); `json_object` asks for any JSON object; `regex` has the syntax of Rust's
     `regex` crate and matches the whole output; `choice` lists the possible outputs; `grammar` is a Lark grammar as llguidance has
-    it, or GBNF. With `json` and `json_object`, `whitespace_pattern` is what may stand between JSON tokens, and
-    `disable_any_whitespace` leaves none.
+    it, its list of grammars as JSON, or GBNF. With `json` and `json_object`, `whitespace_pattern` is what may stand between JSON
+    tokens, and `disable_any_whitespace` leaves none.
     """
 
     json: str | Mapping[str, Any] | bool | None = None

@@ -47,6 +47,9 @@ class FakeTokenizer:
         shown = [self.token_bytes(i) for i in ids if i >= FIRST_BYTE or not skip_special_tokens]
         return b"".join(shown).decode("utf-8", errors="replace")
 
+    def special_token_id(self, text: str) -> int | None:
+        return next((token_id for token_id, name in SPECIALS.items() if name == text.encode()), None)
+
     def token_bytes(self, token_id: int) -> bytes:
         return SPECIALS.get(token_id) or bytes([token_id - FIRST_BYTE])
 
@@ -104,6 +107,9 @@ class FakeEngine:
     config: EngineConfig = field(default_factory=config)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: object | None = "fake"
+    script: str | None = None
+    """What every answer is, instead of one that depends on the prompt."""
+    forms: list[object] = field(default_factory=list)
     health: str | None = "The engine is not started."
     fail_after: int | None = None
     """Choices end with an error after this many tokens."""
@@ -172,6 +178,7 @@ class FakeEngine:
             raise EngineStoppedError("The engine is shut down.")
         self.started.append(request_id)
         self.salts.append(cache_salt)
+        self.forms.append(params.structured_outputs)
         self.prompts.append(prompt_token_ids)
         finished = False
         state = "waiting"
@@ -213,6 +220,8 @@ class FakeEngine:
         self, request_id: str, prompt: list[int], params: SamplingParams, choice: int, budget: int, cached: int
     ) -> Iterator[OutputDelta]:
         ids = answer_ids(prompt, choice)
+        if self.script is not None:
+            ids = [*(FIRST_BYTE + byte for byte in self.script.encode()), EOS]
         if params.ignore_eos:
             ids = (ids[:-1] * (budget // len(ids) + 2))[: budget + 1]
         reason, ids = ("stop", ids) if len(ids) <= budget else ("length", ids[:budget])

@@ -83,9 +83,9 @@ def test_tiny_values_are_taken(client: httpx.Client, fields: dict[str, float]) -
 @pytest.mark.parametrize(
     ("field", "neutral", "refused"),
     [
-        ("response_format", [{"type": "text"}, None], [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}]),
+        ("response_format", [{"type": "text"}, None], [{"type": "xml"}, {}, 1]),
         ("tools", [[], None], [[{"type": "function", "function": {"name": "f"}}]]),
-        ("tool_choice", ["none", None], ["auto", "required", {"type": "function"}]),
+        ("tool_choice", ["none", None], ["required", {"type": "function"}, "always"]),
         ("parallel_tool_calls", [True, False, None], [1, "yes"]),
         ("functions", [[]], [[{"name": "f"}]]),
         ("function_call", ["none"], ["auto"]),
@@ -102,7 +102,11 @@ def test_tiny_values_are_taken(client: httpx.Client, fields: dict[str, float]) -
         ("user", ["someone", None], []),
         ("metadata", [{"a": "b"}], []),
         ("safety_identifier", ["x"], []),
-        ("guided_json", [], [{}]),
+        ("structured_outputs", [None], [{}, {"regex": "a", "json": {}}, []]),
+        ("guided_json", [None], [3, "{"]),
+        ("guided_regex", [None], [3]),
+        ("guided_whitespace_pattern", [None], [" "]),
+        ("guided_decoding_backend", [None], ["auto"]),
         ("no_such_field", [], [1]),
     ],
 )
@@ -228,9 +232,10 @@ def test_template_fields_reach_the_template(server: ServerThread, client: httpx.
         assert client.post(CHAT, json={"messages": messages, "max_tokens": 1, **fields}).status_code == 200
         return engine.template_arguments[-1]
 
-    assert arguments() == {"add_generation_prompt": True, "continue_final_message": False}
-    assert arguments(add_generation_prompt=False) == {"add_generation_prompt": False, "continue_final_message": False}
-    assert arguments(continue_final_message=True) == {"add_generation_prompt": False, "continue_final_message": True}
+    plain = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
+    assert arguments() == plain
+    assert arguments(add_generation_prompt=False) == {**plain, "add_generation_prompt": False}
+    assert arguments(continue_final_message=True) == {**plain, "add_generation_prompt": False, "continue_final_message": True}
     assert arguments(chat_template_kwargs={"thinking": True})["thinking"] is True
     both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
     assert error_of(client.post(CHAT, json=both), 400)["param"] == "continue_final_message"

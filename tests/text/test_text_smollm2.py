@@ -99,7 +99,8 @@ def test_tool_history_is_legal(tokenizer: Tokenizer, source: TokenizerSource) ->
     template = ChatTemplate(source.chat_template, tokenizer.info)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert template.render(messages, add_generation_prompt=False).endswith("<|im_start|>assistant\n<|im_end|>\n")
+    written = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert template.render(messages, add_generation_prompt=False).endswith(f"<|im_start|>assistant\n{written}<|im_end|>\n")
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from kvist.cli.options import Bundle
 from kvist.config import api_keys_from_environment, parse_memory
 from kvist.errors import ConfigError
 from kvist.server.keys import KeyRing, check_key
-from kvist.server.options import ServerOptions
+from kvist.server.options import REASONING_PARSERS, TOOL_PARSERS, ServerOptions
 
 _DEFAULTS = ServerOptions()
 
@@ -63,6 +63,27 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "tool_call_parser": (
+        Annotated[
+            str,
+            _option(
+                "How the model writes tool calls. auto: as its chat template says; a name also serves tools to models whose "
+                "template has no place for them.",
+                metavar="|".join(TOOL_PARSERS),
+            ),
+        ],
+        _DEFAULTS.tool_call_parser,
+    ),
+    "reasoning_parser": (
+        Annotated[
+            str,
+            _option(
+                "How the model marks its thoughts. auto: as its chat template says; think: <think> ... </think>.",
+                metavar="|".join(REASONING_PARSERS),
+            ),
+        ],
+        _DEFAULTS.reasoning_parser,
+    ),
     "max_body_size": (
         Annotated[str, _option("Largest body of a request, as 4MiB or in bytes.", metavar="SIZE")],
         "4MiB",
@@ -105,6 +126,8 @@ def _build(values: Mapping[str, Any]) -> ServerOptions:
         max_queued_requests=values["max_queued_requests"],
         max_queued_tokens=values["max_queued_tokens"],
         served_model_names=_names(values["served_model_name"] or ()),
+        tool_call_parser=values["tool_call_parser"],
+        reasoning_parser=values["reasoning_parser"],
         max_body_bytes=_size(values["max_body_size"], "--max-body-size"),
         max_connections=values["max_connections"],
         drain_timeout=values["drain_timeout"],

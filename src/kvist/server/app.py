@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from kvist import __version__
 from kvist.errors import KvistError
 from kvist.server import chat, completions, failures, health, metrics, models
+from kvist.server.abilities import Abilities
 from kvist.server.access import AccessLayer
 from kvist.server.auth import ApiKeyLayer
 from kvist.server.client import EngineClient
@@ -64,6 +65,7 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None, life:
         ),
         life=life or Life(),
         served_names=options.served_model_names or (engine.config.served_model_name,),
+        abilities=Abilities.of(engine.chat_template, options.tool_call_parser, options.reasoning_parser),
     )
 
     @asynccontextmanager

@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from starlette.responses import Response
 
 from kvist.errors import InvalidRequestError
 from kvist.request import OutputDelta, TokenLogprob
+from kvist.server.answers import AnswerReader, Reading
 from kvist.server.auth import salt_of
 from kvist.server.body import read_body
 from kvist.server.generation import Collected, Job
@@ -30,7 +32,7 @@ from kvist.server.streaming import GenerationResponse, Plan, dumps
 router = APIRouter()
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content"})
+MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content", "reasoning"})
 UNUSED_MESSAGE_FIELDS = frozenset({"annotations"})
 MANY_MESSAGES = 500
 """More of them are looked at in a thread, so that others' streams go on."""
@@ -62,18 +64,28 @@ async def plan_chat(state: ServerState, body: ChatRequest, salt: str) -> Plan:
             )
     many = len(body.messages) > MANY_MESSAGES
     messages = await asyncio.to_thread(messages_of, body.messages) if many else messages_of(body.messages)
+    tools = body.tool_use
+    messages, told = state.abilities.show_tools(messages, tools)
     await state.check_size(sum(len(message["content"]) for message in messages), "messages")
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     token_ids = await state.engine.render_chat(
         messages,
         add_generation_prompt=add_prompt,
         continue_final_message=body.continue_final_message,
-        **body.chat_template_kwargs,
+        tools=told,
+        **{**state.abilities.effort_variables(body.reasoning_effort), **body.chat_template_kwargs},
+    )
+    answering = await state.abilities.plan_answer(state.engine.tokenizer, token_ids, tools, body.form)
+    params = replace(
+        params,
+        structured_outputs=answering.form,
+        skip_special_tokens=params.skip_special_tokens and not answering.show_special_tokens,
     )
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     job = Job(request_id, token_ids, params, salt, priority=body.priority)
-    form = ChatFormat(request_id, model, state.engine.config.profile, state.labels, body)
-    return Plan((job,), form, body.stream, body.usage_in_stream)
+    form = ChatFormat(request_id, model, state.engine.config.profile, state.labels, body, answering.reading)
+    blamed = "tools" if body.form is None and answering.form is not None else body.form_field
+    return Plan((job,), form, body.stream, body.usage_in_stream, blamed)
 
 
 def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -93,11 +105,15 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
     role = given.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequestError(f"{place}.role must be one of {', '.join(sorted(ROLES))}.", param=f"{place}.role")
-    for name in ("name", "tool_call_id", "refusal", "reasoning_content"):
+    for name in ("name", "tool_call_id", "refusal", "reasoning_content", "reasoning"):
         if not isinstance(given.get(name, ""), str):
             raise InvalidRequestError(f"{place}.{name} must be a string.", param=f"{place}.{name}")
-    if "content" not in given and not (role == "assistant" and ("tool_calls" in given or "refusal" in given)):
+    if "content" not in given and not (
+        role == "assistant" and {"tool_calls", "refusal", "reasoning_content", "reasoning"} & set(given)
+    ):
         raise InvalidRequestError(f"{place}.content is missing.", param=f"{place}.content")
+    if "reasoning" in given:
+        given.setdefault("reasoning_content", given.pop("reasoning"))
     given["role"] = "system" if role == "developer" else role
     given["content"] = _content(given.get("content", ""), f"{place}.content")
     if "tool_calls" in given:
@@ -145,24 +161,34 @@ class ChatFormat:
 
     prompt_param = "messages"
 
-    def __init__(self, request_id: str, model: str, profile: str, labels: TokenLabels, body: ChatRequest) -> None:
+    def __init__(
+        self, request_id: str, model: str, profile: str, labels: TokenLabels, body: ChatRequest, reading: Reading | None
+    ) -> None:
         self._common = {"id": request_id, "created": int(time.time()), "model": model, "system_fingerprint": profile}
         self._chunk = {"object": "chat.completion.chunk", **self._common}
         self._head = dumps(self._chunk)[:-1] + ',"choices":[{"index":'
         self._labels = labels
         self._logprobs = body.logprobs
         self._started: set[int] = set()
+        self._reading = reading
+        self._readers: dict[int, AnswerReader] = {}
 
     def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:
         head = f"{self._head}{choice}"
         if choice not in self._started:
             self._started.add(choice)
             yield f'{head},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null{tail}'
-        if delta.text or delta.logprobs:
-            logprobs = dumps(self._content_logprobs(delta.logprobs or ())) if self._logprobs else "null"
-            yield f'{head},"delta":{{"content":{dumps(delta.text)}}},"logprobs":{logprobs},"finish_reason":null{tail}'
-        if delta.finish_reason is not None:
-            end = f'"finish_reason":{dumps(delta.finish_reason)},"stop_reason":{dumps(delta.stop_reason)}'
+        reason = delta.finish_reason
+        shown: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
+        if self._reading is not None:
+            reader = self._readers.setdefault(choice, self._reading.reader())
+            shown = reader.push(delta.text, last=reason is not None)
+            reason = self._reading.finish_reason(reason, bool(reader.calls))  # type: ignore[assignment]
+        for i, piece in enumerate(shown or ([{"content": ""}] if delta.logprobs else [])):
+            logprobs = dumps(self._content_logprobs(delta.logprobs or ())) if self._logprobs and i == 0 else "null"
+            yield f'{head},"delta":{dumps(piece)},"logprobs":{logprobs},"finish_reason":null{tail}'
+        if reason is not None:
+            end = f'"finish_reason":{dumps(reason)},"stop_reason":{dumps(delta.stop_reason)}'
             yield f'{head},"delta":{{}},"logprobs":null,{end}{tail}'
 
     def usage_event(self, usage: dict[str, Any]) -> str:
@@ -172,17 +198,23 @@ class ChatFormat:
         return {
             "object": "chat.completion",
             **self._common,
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": self._content_logprobs(choice.logprobs) if self._logprobs else None,
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.stop_reason,
-                }
-                for index, choice in enumerate(choices)
-            ],
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": usage,
+        }
+
+    def _choice(self, index: int, choice: Collected) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        reason = choice.finish_reason
+        if self._reading is not None:
+            reader = self._reading.reader()
+            reader.push(choice.text, last=True)
+            message, reason = reader.message(), self._reading.finish_reason(reason, bool(reader.calls))
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._content_logprobs(choice.logprobs) if self._logprobs else None,
+            "finish_reason": reason,
+            "stop_reason": choice.stop_reason,
         }
 
     def _content_logprobs(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:

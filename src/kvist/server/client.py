@@ -19,6 +19,8 @@ class TokenizerClient(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def special_token_id(self, text: str) -> int | None: ...
+
 
 class Snapshot(Protocol):
     """The engine's counters at the end of a step, frozen. Counts start at 0 with the engine and never shrink; times in seconds."""

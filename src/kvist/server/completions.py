@@ -65,7 +65,7 @@ async def plan_completion(state: ServerState, body: CompletionRequest, salt: str
         for i, (prompt, token_ids) in enumerate(zip(prompts, encoded, strict=True))
     )
     form = CompletionFormat(request_id, model, state.engine.config.profile, state.labels, body, jobs)
-    return Plan(jobs, form, body.stream, body.usage_in_stream)
+    return Plan(jobs, form, body.stream, body.usage_in_stream, body.form_field)
 
 
 async def _token_ids(state: ServerState, prompt: str | list[int], add_special_tokens: bool, params: SamplingParams) -> list[int]:

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvist.config import require_one_of
 from kvist.errors import ConfigError
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "qwen3")
+"""The last three are one: vLLM's names for `<think>` are understood."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class ServerOptions:
     max_queued_tokens: int | None = None
     """Prompt tokens of all queued requests together."""
     served_model_names: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_body_bytes: int = MAX_BODY_BYTES
     cors_origins: tuple[str, ...] = ()
     root_path: str = ""
@@ -57,6 +63,8 @@ class ServerOptions:
             _at_least(self.max_queued_requests, 0, "--max-queued-requests")
         if self.max_queued_tokens is not None:
             _at_least(self.max_queued_tokens, 0, "--max-queued-tokens")
+        require_one_of(self.tool_call_parser, TOOL_PARSERS, "--tool-call-parser")
+        require_one_of(self.reasoning_parser, REASONING_PARSERS, "--reasoning-parser")
         _at_least(self.max_body_bytes, 1024, "--max-body-size")
         _at_least(self.max_connections, 1, "--max-connections")
         _at_least(self.drain_timeout, 0, "--drain-timeout")

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError, model_validator
 
 from kvist.errors import InvalidRequestError
-from kvist.request import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from kvist.request import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
+from kvist.server.forms import GUIDED, requested_form
+from kvist.server.tools import ToolUse, requested_tools
 
 MAX_PROMPTS = 1024
 
@@ -31,7 +33,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({}, {"mode": "implicit"}),
     "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -40,7 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields of OpenAI's that kvist does not offer, with the values that ask for nothing."""
+"""Fields of OpenAI's that kvist does not offer, or on the other route only, with the values that ask for nothing."""
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -126,6 +127,13 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     priority: int = Field(default=0, ge=-(2**63), le=2**63 - 1)
     """vLLM's: smaller is served earlier."""
 
@@ -141,6 +149,19 @@ class GenerationRequest(BaseModel):
         if options is None or not options.include_usage:
             return "none"
         return "every chunk" if options.continuous_usage_stats else "last"
+
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        """The form asked of the output. Raises InvalidRequestError."""
+        guided = {name: getattr(self, f"guided_{name}") for name in (*GUIDED, "whitespace_pattern")}
+        return requested_form(self.response_format, self.structured_outputs, guided)
+
+    @property
+    def form_field(self) -> str | None:
+        """The field to blame for a form that is none; None where the form names its own."""
+        return next(
+            (name for name in ("response_format", *(f"guided_{kind}" for kind in GUIDED)) if getattr(self, name) is not None), None
+        )
 
     def sampling(
         self, vocab_size: int, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
@@ -166,6 +187,7 @@ class GenerationRequest(BaseModel):
             prompt_logprobs=prompt_logprobs,
             seed=self.seed,
             skip_special_tokens=self.skip_special_tokens,
+            structured_outputs=self.form,
         )
 
 
@@ -180,6 +202,10 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -191,6 +217,11 @@ class ChatRequest(GenerationRequest):
                 param="continue_final_message",
             )
         return self
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What may be called. Raises InvalidRequestError."""
+        return requested_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def budget(self) -> int | None:
@@ -237,7 +268,7 @@ def parse_request(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
     for name, value in body.items():
         if value is None or name in HARMLESS:
             continue
-        if name in NEUTRAL:
+        if name in NEUTRAL and name not in kind.model_fields:
             if not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL[name]):
                 raise InvalidRequestError(f"{name} with this value is not offered by this server; leave it out.", param=name)
             continue

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from kvist.errors import ContextLengthError
+from kvist.server.abilities import Abilities
 from kvist.server.client import EngineClient
 from kvist.server.failures import unknown_model
 from kvist.server.life import Life
@@ -33,6 +34,7 @@ class ServerState:
     labels: TokenLabels
     queue: Queue
     served_names: tuple[str, ...]
+    abilities: Abilities
     created: int = field(default_factory=lambda: int(time.time()))
     life: Life = field(default_factory=Life)
     _longest_token: int | None = None

@@ -60,6 +60,8 @@ class Plan:
     format: Format
     stream: bool
     usage_in_stream: UsageInStream
+    form_field: str | None = None
+    """The field that a form which is none is blamed on, where that is not `structured_outputs`."""
 
     @property
     def choices_per_job(self) -> int:
@@ -94,6 +96,8 @@ class GenerationResponse(Response):
         except InvalidRequestError as error:
             if error.param == "prompt":
                 error.param = self._plan.format.prompt_param
+            elif (error.param or "").startswith("structured_outputs"):
+                error.param = self._plan.form_field or error.param
             raise
         finally:
             self._access.usage = self._tally.usage()

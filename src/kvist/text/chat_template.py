@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvist.errors import InvalidRequestError
 from kvist.text.info import TokenizerInfo
+from kvist.text.tool_formats import knows_calls, knows_tools
+from kvist.text.tool_prompt import spell_out_calls
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -69,6 +71,13 @@ class ChatTemplate:
             for message in plain:
                 # The newer name of the same role; templates from before it would write it out, untrained.
                 message["role"] = "system" if message["role"] == "developer" else message["role"]
+        if tools and not knows_tools(self.source):
+            raise InvalidRequestError(
+                "The model's chat template has no place for tools; leave tools out, or use a model that was trained to call them.",
+                param="tools",
+            )
+        if not knows_calls(self.source):
+            plain = spell_out_calls(plain)
         if continue_final_message:
             plain[-1]["content"] += _CUT
         variables = {

@@ -121,7 +121,7 @@ def grammar_source(form: StructuredOutputsParams) -> str:
     if form.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice))
     assert form.grammar is not None
-    return LLMatcher.grammar_from_lark(_as_lark(form))
+    return form.grammar if form.grammar.startswith("{") else LLMatcher.grammar_from_lark(_as_lark(form))
 
 
 def _lost_number(schema: Any, *, listed: bool = False) -> int | None:

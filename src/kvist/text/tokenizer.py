@@ -63,6 +63,11 @@ class Tokenizer:
         """The tokenizer.json behind it."""
         return str(self._backend.to_str())
 
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token of that name; None where the text is none."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with BOS in front if `add_special_tokens` and the model wants one; never two.
 
