@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helpers.tiny_engine import Collected, run_one, tiny_engine
-from kvist.engine.async_engine import AsyncEngine
+from kvist.engine.async_engine import UNWELL_STEPS, AsyncEngine
 from kvist.engine.streams import Mailbox, Stream, merge_deltas
 from kvist.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
@@ -279,6 +280,36 @@ def test_an_engine_that_breaks_says_so_and_nobody_waits_for_ever(caplog):
     assert engine.health is not None
     assert "restart" in engine.health
     assert "Traceback" in caplog.text
+    engine.close()
+
+
+def test_steps_that_all_fail_are_told_until_one_succeeds():
+    inner = tiny_engine()
+    engine = AsyncEngine(inner)
+    runner, broken = inner.runner, True
+
+    def failing(output: Any) -> Any:
+        if broken:
+            raise RuntimeError("a kernel, broken on purpose")
+        return runner.forward(output)
+
+    inner.runner = SimpleNamespace(forward=failing, prompt_logits=runner.prompt_logits)  # type: ignore[assignment]
+    engine.start()
+
+    async def main() -> None:
+        nonlocal broken
+        for i in range(UNWELL_STEPS):
+            assert engine.health is None
+            outputs = await collect(engine, f"r{i}", [10, 20], greedy())
+            assert outputs[0].finish_reason == "error"
+        await until(lambda: engine.health is not None)
+        assert f"last {UNWELL_STEPS} steps failed" in str(engine.health)
+        broken = False
+        assert (await collect(engine, "good", [10, 20], greedy()))[0].finish_reason == "length"
+        await until(lambda: engine.health is None)
+        assert idle(engine)
+
+    asyncio.run(main())
     engine.close()
 
 

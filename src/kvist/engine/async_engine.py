@@ -27,6 +27,8 @@ from kvist.request import OutputDelta, SamplingParams
 
 logger = logging.getLogger("kvist")
 TEXT_THREADS = 2
+UNWELL_STEPS = 10
+"""Failed steps without a good one between them: no longer the fault of single requests."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,11 @@ class AsyncEngine:
 
     @property
     def health(self) -> str | None:
-        """None while the engine is well, else a sentence."""
+        """None while the engine is well, else a sentence. One whose steps all fail goes on trying, and is well after one that does
+        not."""
+        failed = self._snapshot.failed_in_a_row
+        if self._health is None and failed >= UNWELL_STEPS:
+            return f"The last {failed} steps failed; the log says why, and a restart may help."
         return self._health
 
     def start(self) -> None:

@@ -57,6 +57,8 @@ class EngineSnapshot:
     preemptions: int
     steps: int
     failed_steps: int
+    failed_in_a_row: int
+    """The latest steps, as far as they failed."""
     step_seconds: float
     last_step_seconds: float
     last_step_tokens: int
@@ -81,6 +83,7 @@ class _Counters:
     generated_tokens: int = 0
     steps: int = 0
     failed_steps: int = 0
+    failed_in_a_row: int = 0
     step_seconds: float = 0.0
     last_step_seconds: float = 0.0
     last_step_tokens: int = 0
@@ -215,8 +218,10 @@ class Engine:
             drawn |= self._score_prompts(output, result.batch)
         except Exception as error:
             counters.failed_steps += 1
+            counters.failed_in_a_row += 1
             deltas += self._fail([item.request_id for item in output.scheduled], failure(error))
         else:
+            counters.failed_in_a_row = 0
             deltas += self._advance(output, drawn)
         counters.steps += 1
         counters.last_step_tokens = output.num_batched_tokens
@@ -253,6 +258,7 @@ class Engine:
             preemptions=stats.num_preemptions,
             steps=counters.steps,
             failed_steps=counters.failed_steps,
+            failed_in_a_row=counters.failed_in_a_row,
             step_seconds=counters.step_seconds,
             last_step_seconds=counters.last_step_seconds,
             last_step_tokens=counters.last_step_tokens,
