@@ -68,6 +68,7 @@ def config(*, max_model_len: int = 512, pool_tokens: int = 4096, max_num_seqs: i
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
         enable_prefix_caching=True,
+        kv_allocator="paged",
         use_cache=True,
         watermark=0.0,
         isa="numpy",
