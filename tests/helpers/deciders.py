@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvist.kv.contiguous import ContiguousSpans
-from kvist.kv.manager import KVManager
-from kvist.kv.memory import KVMemory, MemoryPlan
-from kvist.kv.span_manager import SpanManager
+from kvist.kv.kinds import Sizes, make_kv_memory
+from kvist.kv.memory import MemoryPlan
 from kvist.kv.spec import KVGroup, KVSpec
-from kvist.kv.virtual import VirtualSpans
 from kvist.request import Request, SamplingParams
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.policy import Policy
@@ -41,33 +38,6 @@ def make_request(
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     return Request(request_id, list(prompt), params, max_tokens, cache_salt=salt, priority=priority, wants_events=wants_events)
-
-
-def make_memory(
-    spec: KVSpec, num_blocks: int, allocator: str, *, max_len: int, max_num_seqs: int, enable_prefix_caching: bool, watermark: float
-) -> tuple[KVMemory, int]:
-    """The memory of one kind of allocator, and how many block ids it hands out."""
-    if allocator == "paged":
-        return KVManager(spec, num_blocks, enable_prefix_caching=enable_prefix_caching, watermark=watermark), num_blocks
-    groups = len(spec.groups)
-    if allocator == "contiguous":
-        return (
-            SpanManager(
-                spec,
-                num_blocks,
-                ContiguousSpans(num_blocks, groups, spec.block_bytes),
-                enable_prefix_caching=False,
-                watermark=watermark,
-            ),
-            num_blocks,
-        )
-    spans = VirtualSpans(
-        num_blocks, groups, spec.block_bytes, length=-(-spec.max_span_tokens(num_blocks, max_len) // spec.block_size),
-        num_slots=max_num_seqs, num_kept_slots=3 if enable_prefix_caching else 0, page_bytes=PAGE,
-        on_evict=lambda span: manager.on_evict(span),
-    )  # fmt: skip
-    manager = SpanManager(spec, num_blocks, spans, enable_prefix_caching=enable_prefix_caching, watermark=watermark)
-    return manager, spans.num_ids
 
 
 class Arena:
@@ -146,10 +116,13 @@ class Sim:
         allocator: str = "paged",
     ) -> None:
         self.spec = make_spec(*windows, block_size=block_size)
-        self.manager, num_ids = make_memory(
-            self.spec, num_blocks, allocator, max_len=max_model_len, max_num_seqs=max_num_seqs,
-            enable_prefix_caching=enable_prefix_caching, watermark=watermark,
-        )  # fmt: skip
+        self.manager, num_ids = make_kv_memory(
+            allocator,
+            self.spec,
+            Sizes(num_blocks, max_model_len, max_num_seqs, PAGE),
+            enable_prefix_caching=enable_prefix_caching and allocator != "contiguous",
+            watermark=watermark,
+        )
         self.scheduler = Scheduler(
             self.manager,
             max_num_seqs=max_num_seqs,

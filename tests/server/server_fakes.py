@@ -101,6 +101,8 @@ class FakeSnapshot:
     preemptions: int
     steps: int
     step_seconds: float
+    kv_bytes: Mapping[str, int] = field(default_factory=lambda: {"held": 4096, "used": 3072})
+    fragmentation: Mapping[str, float] = field(default_factory=lambda: {"internal": 0.25, "external": 0.0})
 
 
 @dataclass

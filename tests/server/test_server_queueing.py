@@ -31,6 +31,8 @@ class State:
     preemptions: int = 0
     steps: int = 0
     blocks_by_state: dict[str, int] = field(default_factory=dict)
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+    fragmentation: dict[str, float] = field(default_factory=dict)
     prompt_tokens_by_source: dict[str, int] = field(default_factory=lambda: {"computed": 0, "prefix_hit": 0})
 
 

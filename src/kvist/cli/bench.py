@@ -15,6 +15,7 @@ import typer
 
 from kvist.bench.workloads import WORKS, Work, choose_works
 from kvist.cli.bench_compare import compare_command, show_command
+from kvist.cli.bench_fragmentation import fragmentation_command
 from kvist.cli.bench_sweep import sweep_command
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
@@ -24,6 +25,7 @@ from kvist.config import EngineOptions, format_bytes
 app = typer.Typer()
 app.command("compare")(compare_command)
 app.command("show")(show_command)
+app.command("fragmentation")(fragmentation_command)
 app.command("sweep")(sweep_command)
 
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]

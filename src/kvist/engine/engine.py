@@ -51,6 +51,10 @@ class EngineSnapshot:
     num_waiting: int
     blocks_by_state: Mapping[str, int]
     """They add up to the pool. live: held by a request; cached: held by none, and still keeping a prefix; free: neither."""
+    kv_bytes: Mapping[str, int]
+    """reserved, committed, held, used, shared: `kv/memory.py` defines them."""
+    fragmentation: Mapping[str, float]
+    """internal and external, as shares."""
     prompt_tokens_by_source: Mapping[str, int]
     """computed, prefix_hit, disk_hit: each prompt token once, at its request's first admission."""
     generated_tokens: int
@@ -247,13 +251,15 @@ class Engine:
             self.scheduler.check_invariants()
 
     def snapshot(self) -> EngineSnapshot:
-        stats, counters = self.scheduler.stats(), self._counters
+        stats, counters, account = self.scheduler.stats(), self._counters, self.scheduler.account()
         kv = stats.kv
         return EngineSnapshot(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             blocks_by_state={"free": kv.free, "cached": kv.cached, "live": kv.live},
             prompt_tokens_by_source=prompt_sources(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens),
+            kv_bytes=account.bytes_by_kind,
+            fragmentation={"internal": account.internal_fragmentation, "external": account.external_fragmentation},
             generated_tokens=counters.generated_tokens,
             preemptions=stats.num_preemptions,
             steps=counters.steps,

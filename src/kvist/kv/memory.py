@@ -51,6 +51,16 @@ class MemoryAccount:
     external_fragmentation: float
 
     @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        return {
+            "reserved": self.reserved,
+            "committed": self.committed,
+            "held": self.held,
+            "used": self.used,
+            "shared": self.shared,
+        }
+
+    @property
     def internal_fragmentation(self) -> float:
         return (self.held - self.used) / self.held if self.held else 0.0
 

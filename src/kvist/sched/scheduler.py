@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from kvist.errors import ContextLengthError
-from kvist.kv.memory import KVMemory
+from kvist.kv.memory import KVMemory, MemoryAccount
 from kvist.kv.prefix import PrefixMatch
 from kvist.request import FinishReason, Request, RequestStatus
 from kvist.sched.jobs import Job, Step, key_of
@@ -195,6 +195,10 @@ class Scheduler:
                     request.num_computed_tokens = 0
                     self._manager.rewind(request)
             self._manager.trim(request)
+
+    def account(self) -> MemoryAccount:
+        """Bytes of KV memory now."""
+        return self._manager.account(job.request for job in self._running)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(

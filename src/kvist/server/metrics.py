@@ -119,6 +119,14 @@ class _EngineSeries(Collector):
         for state, count in now.blocks_by_state.items():
             blocks.add_metric([state], count)
         yield blocks
+        memory = GaugeMetricFamily("kvist:kv_bytes", "Bytes of KV memory by kind.", labels=["kind"])
+        for kind, size in now.kv_bytes.items():
+            memory.add_metric([kind], size)
+        yield memory
+        waste = GaugeMetricFamily("kvist:kv_fragmentation_ratio", "Wasted shares of KV memory.", labels=["kind"])
+        for kind, share in now.fragmentation.items():
+            waste.add_metric([kind], share)
+        yield waste
         sources = CounterMetricFamily("kvist:prompt_tokens", "Prompt tokens by where their KV came from.", labels=["source"])
         for source, count in now.prompt_tokens_by_source.items():
             sources.add_metric([source], count)
