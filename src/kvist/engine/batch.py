@@ -2,6 +2,9 @@
 
 It decides nothing and touches no logits. Invariants: sequence s of the batch is `scheduled[s]`, its rows in order of position;
 block tables are copied (the manager's own may grow in the next step); padding is block 0 and is never read.
+
+Lists are filled in Python and become arrays once each: a step of one row would otherwise spend more on array operations than on
+anything else, and a chunk has a few blocks only.
 """
 
 from __future__ import annotations
@@ -17,28 +20,50 @@ from kvist.sched.output import ScheduledRequest
 
 def build_batch(scheduled: Sequence[ScheduledRequest], block_size: int, num_groups: int) -> ForwardBatch:
     """The step's rows, in the scheduler's order. `scheduled` is not empty."""
-    counts = np.array([len(item.token_ids) for item in scheduled], np.int32)
-    starts = np.array([item.start for item in scheduled], np.int32)
-    query_start_loc = np.zeros(len(scheduled) + 1, np.int32)
-    np.cumsum(counts, out=query_start_loc[1:])
-    num_tokens = int(query_start_loc[-1])
-    token_ids = np.fromiter((token for item in scheduled for token in item.token_ids), np.int32, num_tokens)
-    sequence_of_row = np.repeat(np.arange(len(scheduled)), counts)
-    positions = (np.arange(num_tokens, dtype=np.int32) - query_start_loc[sequence_of_row] + starts[sequence_of_row]).astype(
-        np.int32
-    )
+    token_ids: list[int] = []
+    positions: list[int] = []
+    query_start_loc, seq_lens, logit_rows = [0], [], []
+    for item in scheduled:
+        token_ids += item.token_ids
+        stop = item.start + len(item.token_ids)
+        positions += range(item.start, stop)
+        query_start_loc.append(len(token_ids))
+        seq_lens.append(stop)
+        if item.samples:
+            logit_rows.append(len(token_ids) - 1)
     groups = []
     for group in range(num_groups):
+        slots: list[int] = []
+        for item, stop in zip(scheduled, seq_lens, strict=True):
+            _append_slots(slots, item.block_tables[group], item.start, stop, block_size)
         table = pad_tables([item.block_tables[group] for item in scheduled])
-        slots = table[sequence_of_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        groups.append(GroupTables(table, slots))
-    logit_rows = (query_start_loc[1:] - 1)[[item.samples for item in scheduled]]
-    return ForwardBatch(token_ids, positions, query_start_loc, starts + counts, tuple(groups), logit_rows)
+        groups.append(GroupTables(table, np.array(slots, np.int64)))
+    rows, sequences = len(token_ids), len(seq_lens)
+    # One array, of which the others are parts: making an array costs more than what is in it.
+    together = np.array(token_ids + positions + query_start_loc + seq_lens + logit_rows, np.int32)
+    lengths, wanted = 2 * rows + sequences + 1, 2 * rows + 2 * sequences + 1
+    return ForwardBatch(
+        token_ids=together[:rows],
+        positions=together[rows : 2 * rows],
+        query_start_loc=together[2 * rows : lengths],
+        seq_lens=together[lengths:wanted],
+        groups=tuple(groups),
+        logit_rows=together[wanted:],
+    )
+
+
+def _append_slots(slots: list[int], table: array[int], start: int, stop: int, block_size: int) -> None:
+    """The slots of positions [start, stop), block by block."""
+    while start < stop:
+        block, offset = divmod(start, block_size)
+        first = table[block] * block_size + offset
+        count = min(block_size - offset, stop - start)
+        slots += range(first, first + count)
+        start += count
 
 
 def pad_tables(tables: Sequence[array[int]]) -> I32:
-    """int32 [sequences, longest table], filled with block 0 where a table is shorter."""
-    padded = np.zeros((len(tables), max(len(table) for table in tables)), np.int32)
-    for row, table in enumerate(tables):
-        padded[row, : len(table)] = table
-    return padded
+    """int32 [sequences, longest table], filled with block 0 where a table is shorter; read-only."""
+    width = max(map(len, tables))
+    rows = b"".join([table.tobytes().ljust(4 * width, b"\0") for table in tables])
+    return np.frombuffer(rows, np.int32).reshape(len(tables), width)
