@@ -34,9 +34,10 @@ struct Step {
 
 class Machine {
  public:
-  explicit Machine(int num_threads) : pool_(num_threads) {}
+  explicit Machine(int num_threads, const std::vector<int>& cpus = {}) : pool_(num_threads, cpus) {}
 
   int num_threads() const { return pool_.num_threads(); }
+  bool bound() const { return pool_.bound(); }
   void embed(const Linear& table, const int32_t* ids, int count, float* out);
   void norm_linear(const float* x, int rows, const float* norm, float eps, const Linear& weight, float* out);
   void linear_add(const float* x, int rows, const Linear& weight, float* residual);

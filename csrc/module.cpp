@@ -107,7 +107,8 @@ NB_MODULE(KVIST_MODULE, m) {
       });
 
   nb::class_<Machine>(m, "Machine")
-      .def(nb::init<int>(), "num_threads"_a)
+      .def(nb::init<int, const std::vector<int>&>(), "num_threads"_a, "cpus"_a = std::vector<int>())
+      .def_prop_ro("bound", &Machine::bound)
       .def_prop_ro("num_threads", &Machine::num_threads)
       .def("embed",
            [](Machine& self, const Linear& table, Array<const int32_t, 1> ids, Array<float, 2> out) {

@@ -4,6 +4,10 @@
 #include <chrono>
 #include <cstdint>
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -31,6 +35,18 @@ bool spin(Unchanged unchanged) {
   return !unchanged();
 }
 
+bool bind([[maybe_unused]] std::thread& thread, [[maybe_unused]] int cpu) {
+#if defined(__linux__)
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
+  CPU_SET(cpu, &only);
+  return pthread_setaffinity_np(thread.native_handle(), sizeof only, &only) == 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 FloatMode::FloatMode() {
@@ -48,8 +64,11 @@ FloatMode::~FloatMode() {
 #endif
 }
 
-ThreadPool::ThreadPool(int num_threads) {
-  for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) {
+  for (int thread = 1; thread < num_threads; ++thread) {
+    workers_.emplace_back([this, thread] { work(thread); });
+    if (!cpus.empty()) bound_ = bind(workers_.back(), cpus[static_cast<size_t>(thread) % cpus.size()]) && bound_;
+  }
 }
 
 ThreadPool::~ThreadPool() {

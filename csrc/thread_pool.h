@@ -15,12 +15,15 @@ namespace KVIST_NAMESPACE {
 
 class ThreadPool {
  public:
-  explicit ThreadPool(int num_threads);
+  // Thread i is bound to cpus[i], round and round, if there are any; the caller is nobody's to bind.
+  explicit ThreadPool(int num_threads, const std::vector<int>& cpus = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+  // Whether the system bound every worker that was to be bound.
+  bool bound() const { return bound_; }
 
   // body(item, thread) for item in [0, items); returns when all are done.
   template <class Body>
@@ -38,6 +41,7 @@ class ThreadPool {
   void work(int thread);
 
   std::vector<std::thread> workers_;
+  bool bound_ = true;
   Function function_ = nullptr;
   void* context_ = nullptr;
   long items_ = 0;

@@ -102,6 +102,7 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     kv_allocator: str = "paged"
     num_threads: int | None = None
+    pin_threads: bool = False
     isa: Isa = "auto"
     seed: int | None = None
     use_cache: bool = True
@@ -180,11 +181,14 @@ def check_options(options: EngineOptions) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}.")
-    for name in ("enable_prefix_caching", "use_cache"):
+    for name in ("enable_prefix_caching", "use_cache", "pin_threads"):
         if not isinstance(getattr(options, name), bool):
             raise ConfigError(f"{name} is True or False, not {getattr(options, name)!r}.")
     if options.num_threads is not None and options.num_threads > MAX_THREADS:
         raise ConfigError(f"num_threads is at most {MAX_THREADS}, not {options.num_threads}; the number of CPUs serves best.")
+    if options.pin_threads and (options.isa == "numpy" or not hasattr(os, "sched_setaffinity")):
+        where = "isa=numpy has none of its own" if options.isa == "numpy" else "this system cannot bind them"
+        raise ConfigError(f"pin_threads binds the native kernels' threads to CPUs, and {where}; leave it out.")
     if options.block_size % BLOCK_MULTIPLE:
         raise ConfigError(
             f"block_size must be a multiple of {BLOCK_MULTIPLE}, which the kernels read at once, not {options.block_size}."
@@ -344,7 +348,8 @@ def _cgroup_folders(root: Path, controller: str) -> list[Path]:
         if number == "0" and not controllers:
             base = root / "sys/fs/cgroup"
         elif controller in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controller
+            joined = root / "sys/fs/cgroup" / controllers
+            base = joined if joined.is_dir() else joined.parent / controller
         else:
             continue
         here = base / path.lstrip("/")
@@ -369,6 +374,19 @@ def available_cpus(root: Path = Path("/")) -> int:
         if quota not in ("max", "-1"):
             cpus = min(cpus, max(1, math.ceil(int(quota) / int(period))))
     return cpus
+
+
+def usable_cpus(root: Path = Path("/")) -> tuple[int, ...]:
+    """The CPUs of this process's affinity, in the order in which threads should take them: one of each core before its siblings."""
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+    def sibling(cpu: int) -> int:
+        """How many usable CPUs of the same core come before this one."""
+        text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+        ranges = [part.split("-") for part in text.strip().split(",")]
+        return sum(int(ends[0]) <= other <= int(ends[-1]) for ends in ranges for other in cpus if other < cpu)
+
+    return tuple(sorted(cpus, key=lambda cpu: (sibling(cpu), cpu)))
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -130,7 +130,18 @@ _ENGINE: dict[str, Any] = {
     ],
     "num_threads": Annotated[
         int | None,
-        typer.Option(rich_help_panel="Machine", help="Threads that compute; without it one for each core that kvist may use."),
+        typer.Option(
+            rich_help_panel="Machine",
+            help="Threads that compute; without it one for each CPU that kvist may use: its affinity and its container's limit count.",
+        ),
+    ],
+    "pin_threads": Annotated[
+        bool,
+        typer.Option(
+            "--pin-threads/--no-pin-threads",
+            rich_help_panel="Machine",
+            help="Bind each computing thread but the first to a CPU; of use where nothing else runs.",
+        ),
     ],
     "isa": Annotated[
         str,

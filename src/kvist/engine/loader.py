@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvist.config import DTYPES, EngineConfig, EngineOptions, ModelConfig, available_cpus, check_options, describe_pool, resolve
+from kvist.config import (
+    DTYPES,
+    EngineConfig,
+    EngineOptions,
+    ModelConfig,
+    available_cpus,
+    check_options,
+    describe_pool,
+    resolve,
+    usable_cpus,
+)
 from kvist.engine.kernels import select_ops
 from kvist.engine.memory import make_memory
 from kvist.engine.runner import ForwardModel
@@ -73,7 +83,8 @@ def load(options: EngineOptions, *, report: Report | None = None) -> Loaded:
 
     check_options(options)
     warn = report or _warn
-    ops = select_ops(options.isa, options.num_threads or available_cpus(), warn=warn)
+    cpus = usable_cpus() if options.pin_threads else ()
+    ops = select_ops(options.isa, options.num_threads or available_cpus(), warn=warn, cpus=cpus)
     packed = _pack(resolve_model(options.model, progress=_stages(options.model, report)), options, report)
     for note in packed.notes:
         warn(note)

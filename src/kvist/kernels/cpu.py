@@ -59,8 +59,9 @@ def available() -> tuple[str, ...]:
     return tuple(isa for isa in built() if set(REQUIRED_FLAGS[isa]) <= set(flags))
 
 
-def make_ops(isa: str, num_threads: int) -> CpuOps:
-    """`Ops` of one native build. Errors: ConfigError when it is not built or the CPU lacks a flag."""
+def make_ops(isa: str, num_threads: int, cpus: Sequence[int] = ()) -> CpuOps:
+    """`Ops` of one native build; with `cpus`, its threads are bound to them in order, save the first, which is the caller's own.
+    Errors: ConfigError when it is not built, the CPU lacks a flag, or the system binds no threads."""
     if isa not in available():
         flags = cpu_flags()
         if flags is None or isa not in built():
@@ -68,7 +69,10 @@ def make_ops(isa: str, num_threads: int) -> CpuOps:
         missing = ", ".join(flag for flag in REQUIRED_FLAGS[isa] if flag not in flags)
         raise ConfigError(f"isa={isa} needs CPU flags that this machine lacks ({missing}); use isa=auto.")
     module = importlib.import_module(_MODULES[isa])
-    return CpuOps(isa, module, num_threads)
+    machine = module.Machine(num_threads, list(cpus))
+    if not machine.bound:
+        raise ConfigError("This system does not let kvist bind its threads to CPUs; leave pin_threads out.")
+    return CpuOps(isa, module, machine)
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -105,11 +109,11 @@ class _StepHandle:
 class CpuOps:
     """`Ops` over one native module; see `kernels/ops.py` for what each call computes. One caller at a time."""
 
-    def __init__(self, isa: str, module: ModuleType, num_threads: int) -> None:
+    def __init__(self, isa: str, module: ModuleType, machine: Any) -> None:
         self.isa = isa
         self.profile = f"{isa}/{module.kernel_version}"
         self._module = module
-        self._machine = module.Machine(num_threads)
+        self._machine = machine
 
     @property
     def num_threads(self) -> int:
