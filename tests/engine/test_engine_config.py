@@ -8,18 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvist.config import (
-    EngineOptions,
-    ModelConfig,
-    available_cpus,
-    available_memory,
-    check_options,
-    describe_pool,
-    format_bytes,
-    parse_memory,
-    resolve,
-)
+from kvist.config import EngineOptions, ModelConfig, check_options, describe_pool, format_bytes, parse_memory, resolve
 from kvist.errors import ConfigError
+from kvist.machine import available_cpus, available_memory
 
 MODEL = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192)
 BLOCK = 16 * 30 * 2 * 3 * 64 * 2
@@ -200,7 +191,7 @@ def test_importing_kvist_is_cheap():
 def test_public_names_are_all_there():
     import kvist
 
-    assert len(kvist.__all__) == 24
+    assert len(kvist.__all__) == 25
     assert all(getattr(kvist, name) is not None for name in kvist.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         _ = kvist.nothing

@@ -1,4 +1,4 @@
-"""Threads: how many by default, in containers and with an affinity; which CPUs they are bound to; and that an idle engine takes none."""
+"""Threads: how many by default, in containers and with an affinity; which CPUs they are bound to; that idle ones take no time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 
 from helpers.machines import NATIVE, needs_native
 from helpers.tiny_engine import tiny_engine
-from kvist.config import EngineOptions, available_cpus, check_options, usable_cpus
+from kvist.config import EngineOptions, check_options
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.kernels import select_ops
 from kvist.errors import ConfigError
+from kvist.machine import available_cpus, usable_cpus
 
 CGROUP = "sys/fs/cgroup"
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -112,7 +113,7 @@ def test_workers_are_bound_and_the_caller_is_not() -> None:
 @needs_linux
 @needs_native
 def test_an_idle_engine_takes_no_time() -> None:
-    """After work, with its threads alive: less than a tenth of one CPU in half a second, where one spinning thread would take it all."""
+    """Its threads are alive and parked: under a tenth of one CPU, where one spinning thread would take it all."""
     engine = AsyncEngine(tiny_engine(NATIVE[0], num_threads=3))
     engine.start()
     try:

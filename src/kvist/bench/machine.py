@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvist.config import available_cpus, available_memory
+from kvist.machine import available_cpus, available_memory
 
 ISA_FLAGS = (
     "sse4_2",

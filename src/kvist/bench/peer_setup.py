@@ -17,8 +17,9 @@ from kvist.bench.compare import Failure
 from kvist.bench.machine import cpu_facts
 from kvist.bench.model_files import Say, describe_formats, format_bytes_by_type, hf_folder, requantize
 from kvist.bench.session import Contender, driver_path, own_python
-from kvist.config import EngineOptions, available_cpus
+from kvist.config import EngineOptions
 from kvist.errors import KvistError, UsageError
+from kvist.machine import available_cpus
 
 MODULES = {"openvino": "openvino_genai", "vllm": "vllm", "transformers": "transformers"}
 """Peers that are Python packages, and the module that tells that one is there."""

@@ -19,8 +19,9 @@ from kvist.bench.workloads import FRESH_WORKS, SEED, WORKS, choose_works
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
 from kvist.cli.terminal import dim, print_json, say
-from kvist.config import DEFAULT_MODEL, EngineOptions, available_cpus
+from kvist.config import DEFAULT_MODEL, EngineOptions
 from kvist.errors import EngineError, UsageError
+from kvist.machine import available_cpus
 
 ALL = (*WORKS, *FRESH_WORKS)
 BUSY_LOAD = 0.3

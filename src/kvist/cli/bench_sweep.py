@@ -9,7 +9,8 @@ import typer
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, takes
 from kvist.cli.terminal import print_json, progress
-from kvist.config import EngineOptions, available_cpus
+from kvist.config import EngineOptions
+from kvist.machine import available_cpus
 
 
 @takes(engine=engine_options(enable_prefix_caching=False))

@@ -16,8 +16,9 @@ from kvist import __version__
 from kvist.bench.machine import machine_facts, read_bandwidth
 from kvist.cli.options import JsonFlag
 from kvist.cli.terminal import print_json
-from kvist.config import DEFAULT_MODEL, available_cpus, cache_dir, format_bytes
+from kvist.config import DEFAULT_MODEL, cache_dir, format_bytes
 from kvist.kernels import cpu
+from kvist.machine import available_cpus
 
 LOW_MEMORY = 1 << 30
 

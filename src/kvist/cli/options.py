@@ -132,7 +132,7 @@ _ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(
             rich_help_panel="Machine",
-            help="Threads that compute; without it one for each CPU that kvist may use: its affinity and its container's limit count.",
+            help="Threads that compute; without it one for each CPU that affinity and container leave to kvist.",
         ),
     ],
     "pin_threads": Annotated[

@@ -16,8 +16,8 @@ NO_NATIVE = (
 
 
 def select_ops(isa: Isa, num_threads: int, *, warn: Callable[[str], None], cpus: Sequence[int] = ()) -> Ops:
-    """Ops for `isa`; "auto" takes the best there is and warns once when that is NumPy. With `cpus`, native threads are bound to them
-    in order. Raises ConfigError for an `isa` that this machine or this build lacks."""
+    """Ops for `isa`; "auto" takes the best there is and warns once when that is NumPy. With `cpus`, native threads are bound to
+    them in order. Raises ConfigError for an `isa` that this machine or this build lacks."""
     chosen: str = isa
     if isa == "auto":
         native = cpu.available()

@@ -12,23 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvist.config import (
-    DTYPES,
-    EngineConfig,
-    EngineOptions,
-    ModelConfig,
-    available_cpus,
-    check_options,
-    describe_pool,
-    resolve,
-    usable_cpus,
-)
+from kvist.config import DTYPES, EngineConfig, EngineOptions, ModelConfig, check_options, describe_pool, resolve
 from kvist.engine.kernels import select_ops
 from kvist.engine.memory import make_memory
 from kvist.engine.runner import ForwardModel
 from kvist.kernels.ops import F32, Ops, PackedLinear
 from kvist.kv.block import make_key
 from kvist.kv.memory import KVMemory
+from kvist.machine import available_cpus, usable_cpus
 from kvist.models import build_model
 from kvist.store.arena import Arena
 from kvist.text.chat_template import ChatTemplate
