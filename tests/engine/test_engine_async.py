@@ -14,7 +14,7 @@ import pytest
 
 from helpers.tiny_engine import Collected, run_one, tiny_engine
 from kvist.engine.async_engine import UNWELL_STEPS, AsyncEngine
-from kvist.engine.streams import Mailbox, Stream, merge_deltas
+from kvist.engine.streams import MAX_UNREAD_DELTAS, Mailbox, Stream, merge_deltas
 from kvist.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
 
@@ -131,7 +131,7 @@ def test_a_slow_reader_gets_merged_deltas(engine):
 
     items = asyncio.run(main())
     assert [len(deltas) for deltas in items] == [1, 1]
-    joined = merge_deltas(items[0][0], items[1][0])
+    joined = merge_deltas([items[0][0], items[1][0]])
     alone = run_one(tiny_engine(), [10, 20, 30], greedy(max_tokens=50, logprobs=1))
     assert (list(joined.token_ids), joined.text, list(joined.logprobs or ())) == (alone.token_ids, alone.text, alone.logprobs)
     assert joined.finish_reason == "length"
@@ -345,12 +345,28 @@ def test_merging_keeps_everything():
     one = OutputDelta("r", 0, "a", (1,), (TokenLogprob(1, -0.5, 1),), prompt_logprobs=(None,))
     usage = RequestUsage(1, 0, 3)
     two = OutputDelta("r", 0, "bc", (2, 3), (TokenLogprob(2, -0.1, 1), TokenLogprob(3, -0.2, 1)), None, "stop", "x", usage)
-    merged = merge_deltas(one, two)
+    merged = merge_deltas([one, two])
     assert merged == OutputDelta(
         "r", 0, "abc", (1, 2, 3), (*(one.logprobs or ()), *(two.logprobs or ())), (None,), "stop", "x", usage
     )
-    aborted = merge_deltas(OutputDelta("r", 0, "a", (1,)), OutputDelta("r", 0, "", (), finish_reason="abort"))
+    aborted = merge_deltas([OutputDelta("r", 0, "a", (1,)), OutputDelta("r", 0, "", (), finish_reason="abort")])
     assert (aborted.token_ids, aborted.logprobs, aborted.finish_reason) == ((1,), None, "abort")
+
+
+def test_what_nobody_reads_waits_in_few_pieces():
+    """However long an answer is: its text, not an object a token."""
+
+    async def main() -> OutputDelta:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        stream = Stream(mailbox)
+        for i in range(1000):
+            mailbox.post([(stream, OutputDelta("r", 0, str(i % 10), (i,)))])
+            assert len(stream.unread[0]) < MAX_UNREAD_DELTAS
+        (delta,) = await stream.take()
+        return delta
+
+    delta = asyncio.run(main())
+    assert (delta.token_ids, delta.text) == (tuple(range(1000)), "0123456789" * 100)
 
 
 def test_a_name_whose_reader_left_can_be_used_again_at_once(engine):

@@ -1,7 +1,7 @@
 """How deltas cross from the engine thread to event loops: one wake-up of a loop for all its requests, and bounded memory.
 
 A `Mailbox` belongs to one event loop, a `Stream` to one request. Invariants: at most one wake-up of a loop is outstanding; deltas
-of one choice that nobody has read yet are merged into one, so that a slow reader costs no more than its own text; a stream is
+of one choice that nobody has read yet are merged, and read as one, so that a slow reader costs no more than its text; a stream is
 closed by an error at most once, and what was delivered before the error is read first.
 """
 
@@ -9,31 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from kvist.request import OutputDelta
 
+MAX_UNREAD_DELTAS = 64
 MAX_UNREAD_EVENTS = 64
 """Of a choice whose reader is slow, the latest are kept."""
 
 
-def merge_deltas(first: OutputDelta, second: OutputDelta) -> OutputDelta:
-    """Two successive deltas of one choice as one."""
-    assert first.finish_reason is None
-    assert (first.request_id, first.index) == (second.request_id, second.index)
-    logprobs = first.logprobs if second.logprobs is None else (first.logprobs or ()) + second.logprobs
+def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Successive deltas of one choice as one."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    assert all(delta.finish_reason is None for delta in deltas[:-1])
+    assert len({(delta.request_id, delta.index) for delta in deltas}) == 1
+    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return OutputDelta(
         request_id=first.request_id,
         index=first.index,
-        text=first.text + second.text,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        usage=second.usage,
-        error=second.error,
-        events=(first.events + second.events)[-MAX_UNREAD_EVENTS:] if second.events else first.events,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(logprobs)) if logprobs else None,
+        prompt_logprobs=next((delta.prompt_logprobs for delta in reversed(deltas) if delta.prompt_logprobs is not None), None),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        usage=last.usage,
+        error=last.error,
+        events=tuple(chain.from_iterable(delta.events for delta in deltas))[-MAX_UNREAD_EVENTS:],
     )
 
 
@@ -53,9 +58,7 @@ class Mailbox:
             return False
         with self.lock:
             for stream, delta in deltas:
-                stream.unread[delta.index] = (
-                    merge_deltas(stream.unread[delta.index], delta) if delta.index in stream.unread else delta
-                )
+                stream.add(delta)
                 self._ready.add(stream)
             for stream, error in failed:
                 stream.error = stream.error or error
@@ -83,8 +86,15 @@ class Stream:
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
         self.event = asyncio.Event()
-        self.unread: dict[int, OutputDelta] = {}
+        self.unread: dict[int, list[OutputDelta]] = {}
         self.error: Exception | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        """Called under the mailbox's lock. Merging now and then, not each time, keeps the engine's work for a slow reader small."""
+        unread = self.unread.setdefault(delta.index, [])
+        unread.append(delta)
+        if len(unread) >= MAX_UNREAD_DELTAS:
+            unread[:] = [merge_deltas(unread)]
 
     async def take(self) -> list[OutputDelta]:
         """All that has come since the last call, at most one delta a choice; waits for the first. Raises the stream's error."""
@@ -96,6 +106,6 @@ class Stream:
                 if unread:
                     if self.error is not None:
                         self.event.set()
-                    return list(unread.values())
+                    return [merge_deltas(deltas) for deltas in unread.values()]
                 if self.error is not None:
                     raise self.error

@@ -95,16 +95,17 @@ async def _one(engine: EngineClient, job: Job, first_index: int, wants_events: b
 
 async def _many(engine: EngineClient, jobs: Sequence[Job], wants_events: bool) -> AsyncGenerator[Batch, None]:
     """Several prompts at once, each pumped by a task of its own; None in the queue says that one is done."""
-    queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue()
+    # Bounded: what a slow reader leaves waits merged in the engine's streams, not here delta by delta.
+    queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(len(jobs))
 
     async def pump(job: Job, first_index: int) -> None:
         source = _one(engine, job, first_index, wants_events)
         try:
             async for batch in source:
-                queue.put_nowait(batch)
-            queue.put_nowait(None)
+                await queue.put(batch)
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
         finally:
             await _close(source)
 
