@@ -11,9 +11,11 @@ import pytest
 
 from helpers.tiny_models import write_tiny_gguf
 from kvist.bench.baseline import against_baseline, read_baseline
-from kvist.bench.render import footnotes, markdown, plot
+from kvist.bench.render import footnotes, markdown, merged, plot
+from kvist.bench.roofline import model_cost, roofline, token_cost
 from kvist.bench.sweep import COLUMNS, Crowd, Setting, figures, parse_settings, sweep
-from kvist.config import EngineOptions
+from kvist.bench.workloads import Work
+from kvist.config import EngineOptions, ModelConfig
 from kvist.errors import UsageError
 
 CPU = {"name": "A CPU", "usable_cores": 2, "cores": 4, "flags": ["avx2"]}
@@ -35,6 +37,8 @@ def comparison() -> dict[str, Any]:
         "load": 0.1,
         "model": {"name": "m"},
         "rounds": 3,
+        "num_threads": 2,
+        "roofline": None,
         "contenders": [
             {"name": "kvist", "weights": "Q4_1", "facts": {"version": "1", "isa": "avx2"}},
             {"name": "b", "weights": "the same file: Q4_1", "facts": {}},
@@ -66,6 +70,57 @@ def test_markdown_has_medians_spread_ratio_and_reasons() -> None:
         "- could not run c: not there",
     ]
     assert len(footnotes(comparison())) == 5
+
+
+BOUND = {
+    "work": "decode_1", "bytes_per_token": 96e6, "operations_per_token": 0.27e9, "bytes_per_second": 16e9,
+    "operations_per_second": 45e9, "share_of_bandwidth": 0.5,
+}  # fmt: skip
+
+
+def test_what_bounds_it_is_a_table_of_its_own() -> None:
+    report = {**comparison(), "roofline": {"read_bandwidth": 32e9, "works": [BOUND]}}
+    assert markdown(report).splitlines()[-2:] == [
+        "| --- | --- | --- | --- | --- | --- |",
+        "| decode_1 | 96.0 | 0.270 | 16.0 | 45 | 50% |",
+    ]
+
+
+def test_reports_of_one_model_and_machine_become_one() -> None:
+    first, second = comparison(), comparison()
+    first["works"], second["works"] = first["works"][:1], [{**first["works"][0], "rounds": 9}, second["works"][1]]
+    second["roofline"] = {"read_bandwidth": 1.0, "works": [BOUND]}
+    second["contenders"].append({"name": "c", "weights": "w", "facts": {}})
+    second["failures"].append({"contender": "c", "work": "start", "reason": "slow"})
+    both = merged([first, second])
+    assert both["works"] == comparison()["works"]
+    assert [one["name"] for one in both["contenders"]] == ["kvist", "b", "c"]
+    assert len(both["failures"]) == 3
+    assert both["roofline"]["works"] == [BOUND]
+    second["contenders"][0]["facts"] = {"version": "1", "isa": "portable"}
+    with pytest.raises(UsageError, match="not of the same model"):
+        merged([first, second])
+
+
+def test_costs_are_counted_from_the_shape() -> None:
+    config = ModelConfig(
+        architecture="llama", vocab_size=1000, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        intermediate_size=128, max_position_embeddings=512, layer_windows=(None, 4),
+    )  # fmt: skip
+    cost = model_cost(config, 50_000, "bf16")
+    layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128
+    assert (cost.layer_operations, cost.head_operations, cost.attention_operations) == (4 * layer, 128_000, 256)
+    assert (cost.kv_bytes, cost.seen(0), cost.seen(9)) == (2 * 2 * 16 * 2, 2, 14)
+    # Ten prompt rows see 55 positions in the first layer and 1 + 2 + 3 + 7 x 4 in the second.
+    assert token_cost(Work("p", "prefill", 1, 10, 1), cost) == (5000.0, (10 * 4 * layer + 128_000 + 256 * (55 + 34)) / 10)
+    # Two rows after it see 11 + 4 and 12 + 4.
+    assert token_cost(Work("d", "decode", 1, 10, 2), cost) == (50_000 + 31 * 128 / 2, 4 * layer + 128_000 + 256 * 31 / 2)
+    # Five requests share the weights; of their two tokens one comes with the prompt.
+    read, operations = token_cost(Work("o", "output", 5, 10, 2), cost)
+    assert read == (2 * 50_000 / 5 + 15 * 128) / 2
+    assert operations == (11 * 4 * layer + 2 * 128_000 + 256 * (89 + 15)) / 2
+    made = roofline((Work("d", "decode", 1, 10, 2),), cost, {"d": 100.0}, 1e7)
+    assert made["works"][0]["share_of_bandwidth"] == pytest.approx(100 * (50_000 + 31 * 64) / 1e7)
 
 
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:

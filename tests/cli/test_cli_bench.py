@@ -55,6 +55,7 @@ def test_compare_saves_prints_and_draws_what_show_shows_again(
     assert decode["ratio_to_best"] == pytest.approx(decode["medians"]["kvist"] / decode["medians"]["llamacpp"])
     # The tiny model's context holds 512 tokens, prompt and answer together.
     assert prefill["medians"].keys() == {"llamacpp"}
+    assert [row["work"] for row in report["roofline"]["works"]] == ["decode_1"]
     reasons = {(one["contender"], one["work"]): one["reason"] for one in report["failures"]}
     assert reasons.keys() == {("vllm", None), ("llamacpp Q4_0", None), ("kvist", "prefill_512")}
     assert "512" in reasons["kvist", "prefill_512"]

@@ -56,6 +56,15 @@ def format_bytes_by_type(path: Path) -> dict[str, int]:
     return dict(sizes.most_common())
 
 
+def read_bytes(path: Path) -> int:
+    """Bytes of the matrices that a step reads: all but an embedding that is only looked up."""
+    import gguf
+
+    matrices = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1}
+    looked_up = matrices.get("token_embd.weight", 0) if "output.weight" in matrices else 0
+    return sum(matrices.values()) - looked_up
+
+
 def describe_formats(sizes: dict[str, int]) -> str:
     """ "Q4_1 (66 MB), Q8_0 (30 MB)"."""
     return ", ".join(f"{name} ({size / 1e6:.0f} MB)" for name, size in sizes.items())

@@ -32,6 +32,45 @@ def cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["work", *names, "kvist to the best peer"], rows
 
 
+def roofline_cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: what kvist's figures are in bytes and operations a second, and as a share of what the machine reads."""
+    roofline = report["roofline"] or {"works": []}
+    rows = [
+        [
+            row["work"],
+            f"{row['bytes_per_token'] / 1e6:,.1f}",
+            f"{row['operations_per_token'] / 1e9:.3f}",
+            f"{row['bytes_per_second'] / 1e9:.1f}",
+            f"{row['operations_per_second'] / 1e9:,.0f}",
+            f"{row['share_of_bandwidth']:.0%}",
+        ]
+        for row in roofline["works"]
+    ]
+    return ["kvist", "MB read a token", "GOP a token", "GB/s", "GOP/s", "of the bytes that the machine reads"], rows
+
+
+def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several comparisons of one model as one: a work comes from the first that has it. Raises UsageError where an engine, the
+    model or the machine is not the same in all."""
+    contenders: dict[str, dict[str, Any]] = {}
+    works: dict[str, dict[str, Any]] = {}
+    bounds: dict[str, dict[str, Any]] = {}
+    failures: list[dict[str, Any]] = []
+    for report in reports:
+        pairs: list[tuple[Any, Any]] = [(contenders.setdefault(one["name"], one), one) for one in report["contenders"]]
+        pairs += [(reports[0][key], report[key]) for key in ("model", "num_threads")]
+        pairs.append((reports[0]["machine"]["cpu"], report["machine"]["cpu"]))
+        if any(known != this for known, this in pairs):
+            raise UsageError("These comparisons are not of the same model, engines and machine; show them one by one.")
+        for row in report["works"]:
+            works.setdefault(row["work"], row)
+        for row in (report["roofline"] or {"works": []})["works"]:
+            bounds.setdefault(row["work"], row)
+        failures += [one for one in report["failures"] if one not in failures]
+    rows = {"works": list(works.values()), "failures": failures, "contenders": list(contenders.values())}
+    return {**reports[0], **rows, "roofline": {"works": list(bounds.values())}}
+
+
 def footnotes(report: dict[str, Any]) -> list[str]:
     """What stands under the table: what each one ran, what could not be run, and the machine."""
     cpu = report["machine"]["cpu"]
@@ -53,10 +92,14 @@ def _rounds(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table and its footnotes, to be pasted into a page."""
-    header, rows = cells(report)
-    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
     told = f"Medians of {_rounds(report)}; `start` and `memory_2048`: less is better."
-    return "\n".join([*lines, "", told, "", *(f"- {line}" for line in footnotes(report))])
+    lines = [*_table(*cells(report)), "", told, "", *(f"- {line}" for line in footnotes(report))]
+    header, rows = roofline_cells(report)
+    return "\n".join([*lines, "", *_table(header, rows)] if rows else lines)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
 
 
 def require_matplotlib() -> Any:

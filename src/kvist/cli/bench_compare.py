@@ -19,7 +19,7 @@ from kvist.bench.workloads import FRESH_WORKS, SEED, WORKS, choose_works
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
 from kvist.cli.terminal import dim, print_json, say
-from kvist.config import DEFAULT_MODEL, EngineOptions
+from kvist.config import DEFAULT_MODEL, EngineOptions, ModelConfig
 from kvist.errors import EngineError, UsageError
 from kvist.machine import available_cpus
 
@@ -51,7 +51,7 @@ def _shaped(engine: EngineOptions, shape: str | None) -> EngineOptions:
 
 
 def _print(report: dict[str, Any], as_json: bool, as_markdown: bool) -> None:
-    from kvist.bench.render import cells, footnotes, markdown
+    from kvist.bench.render import cells, footnotes, markdown, roofline_cells
 
     if as_json:
         return print_json(report)
@@ -60,12 +60,13 @@ def _print(report: dict[str, Any], as_json: bool, as_markdown: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    header, rows = cells(report)
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*row)
     console = Console()
-    console.print(table)
+    for header, rows in (cells(report), roofline_cells(report)):
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*row)
+        if rows:
+            console.print(table)
     for line in footnotes(report):
         console.print(line, highlight=False, markup=False)
     return None
@@ -92,6 +93,7 @@ def _run(
         entry.contenders, chosen, rounds, vocab_size=config.vocab_size, report=lambda message: say(dim(message)), timeout=timeout
     )
     failures = [*entry.failures, *result.failures]
+    rows = summarize(result)
     return {
         "command": "compare",
         "machine": machine_facts(),
@@ -103,10 +105,24 @@ def _run(
         "contenders": [
             {"name": one.name, "weights": one.weights, "facts": result.facts.get(one.name, {})} for one in entry.contenders
         ],
-        "works": summarize(result),
+        "works": rows,
+        "roofline": _roofline(engine, model, config, rows),
         "failures": [{"contender": one.contender, "work": one.work, "reason": one.reason} for one in failures],
         "seconds": round(time.monotonic() - begun, 1),
     }
+
+
+def _roofline(engine: EngineOptions, model: Path, config: ModelConfig, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """kvist's figures as bytes and operations a second. None where the bytes of the weights that it reads are not the file's."""
+    from kvist.bench.machine import read_bandwidth
+    from kvist.bench.model_files import read_bytes
+    from kvist.bench.roofline import model_cost, roofline
+
+    if not model.is_file() or engine.quantization is not None or engine.dtype != "auto":
+        return None
+    cost = model_cost(config, read_bytes(model), engine.kv_cache_dtype)
+    medians = {row["work"]: row["medians"]["kvist"] for row in rows if "kvist" in row["medians"]}
+    return roofline(WORKS, cost, medians, read_bandwidth(engine.num_threads or available_cpus()))
 
 
 def _size(model: Path) -> int:
@@ -161,18 +177,27 @@ def compare_command(
 
 
 def show_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="What `kvist bench compare --save` wrote.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE.json...", help="What `kvist bench compare --save` wrote; several become one table."),
+    ],
     plot: PlotFile = None,
     as_markdown: MarkdownFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a saved comparison again: as a table, as Markdown, as a plot."""
-    try:
-        report = json.loads(read_text(file))
-    except ValueError as error:
-        raise UsageError(f"{file} is no JSON: {error}.") from error
-    if not isinstance(report, dict) or report.get("command") != "compare":
-        raise UsageError(f"{file} is no report of `kvist bench compare --save`.")
+    """Show saved comparisons again: as a table, as Markdown, as a plot."""
+    from kvist.bench.render import merged
+
+    reports = []
+    for file in files:
+        try:
+            report = json.loads(read_text(file))
+        except ValueError as error:
+            raise UsageError(f"{file} is no JSON: {error}.") from error
+        if not isinstance(report, dict) or report.get("command") != "compare":
+            raise UsageError(f"{file} is no report of `kvist bench compare --save`.")
+        reports.append(report)
+    report = merged(reports)
     if plot is not None:
         from kvist.bench.render import plot as draw
 
