@@ -26,6 +26,7 @@ KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "f16", "f32")
 KV_ALLOCATORS = ("paged", "contiguous", "virtual")
 ISAS: tuple[Isa, ...] = ("auto", "avx512", "avx2", "portable", "numpy")
 QUANTIZATIONS: tuple[Quantization, ...] = ("w8a8", "w4a8")
+EVICTION_POLICIES = ("density", "lru")
 DTYPES = {"auto": "auto", "f32": "f32", "f16": "f16", "bf16": "bf16", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 DEFAULT_MODEL = "smollm2:135m"
 BLOCK_MULTIPLE = 16
@@ -101,6 +102,8 @@ class EngineOptions:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     kv_allocator: str = "paged"
+    eviction_policy: str | None = None
+    """None: density, where there is a choice (paged blocks)."""
     num_threads: int | None = None
     pin_threads: bool = False
     isa: Isa = "auto"
@@ -146,6 +149,7 @@ class EngineConfig:
     kv_allocator: str
     use_cache: bool
     watermark: float
+    eviction_policy: str
     isa: str
     profile: str
     num_threads: int
@@ -169,6 +173,13 @@ def check_options(options: EngineOptions) -> None:
     require_one_of(options.kv_cache_dtype, KV_FORMATS, "kv_cache_dtype")
     require_one_of(options.dtype, tuple(DTYPES), "dtype")
     require_one_of(options.kv_allocator, KV_ALLOCATORS, "kv_allocator")
+    if options.eviction_policy is not None:
+        require_one_of(options.eviction_policy, EVICTION_POLICIES, "eviction_policy")
+        if options.kv_allocator != "paged":
+            raise ConfigError(
+                f"kv_allocator={options.kv_allocator} keeps whole spans, least recently used first: leave eviction_policy out, or "
+                "choose paged."
+            )
     if options.quantization is not None:
         require_one_of(options.quantization, QUANTIZATIONS, "quantization")
         if options.dtype != "auto":
@@ -255,6 +266,7 @@ def resolve(
         kv_allocator=options.kv_allocator,
         use_cache=options.use_cache,
         watermark=options.watermark,
+        eviction_policy=options.eviction_policy or EVICTION_POLICIES[0],
         isa=isa,
         profile=profile,
         num_threads=num_threads,

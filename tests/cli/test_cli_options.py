@@ -56,6 +56,7 @@ def test_every_engine_option_has_its_flag() -> None:
         "max_num_batched_tokens": (["--max-num-batched-tokens", "128"], 128),
         "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
         "kv_allocator": (["--kv-allocator", "paged"], "paged"),
+        "eviction_policy": (["--eviction-policy", "lru"], "lru"),
         "num_threads": (["--num-threads", "1"], 1),
         "pin_threads": (["--pin-threads"], True),
         "isa": (["--isa", "numpy"], "numpy"),

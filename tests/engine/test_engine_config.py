@@ -106,6 +106,7 @@ def test_context_beyond_the_models_own():
         ({"quantization": "w4a8", "dtype": "bf16"}, "dtype"),
         ({"dtype": "f8"}, "dtype"),
         ({"kv_allocator": "buddy"}, "kv_allocator"),
+        ({"eviction_policy": "mru"}, "eviction_policy"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_batched_tokens": True}, "max_num_batched_tokens"),
         ({"num_threads": -1}, "num_threads"),

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.tiny_engine import ISAS, Collected, Trace, drain, run, run_one, tiny_engine, trace_logits
+from kvist.config import EVICTION_POLICIES
 from kvist.engine.engine import Engine
 from kvist.request import SamplingParams
 
@@ -226,6 +227,20 @@ def test_preempted(isa, model, caching):
         expected = run_one(reference, list(tokens[:14]), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
         assert (outputs[name].token_ids, outputs[name].text) == (expected.token_ids, expected.text)
         assert trace.of(name) == reference_trace.of("one")
+
+
+@everywhere_with("policy", sorted(EVICTION_POLICIES), for_numpy=["density"])
+def test_evicted_and_found_again(isa, model, policy):
+    """Prompts that share prefixes, in a pool that must evict to take them: some blocks are found, some are computed again."""
+    prompts = {f"r{i}": (*prompt(48, i % 3), *prompt(20, i % 5)) for i in range(12)}
+    blocks = 12 if model != "windowed" else 100
+    engine = tiny_engine(isa, num_kv_blocks=blocks, max_num_seqs=2, eviction_policy=policy, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs = run_all(engine, prompts)
+    assert_as_alone(isa, model, trace, prompts, outputs)
+    assert engine.manager.usage().evictions > 0
+    assert sum(one.usage.num_cached_tokens for one in outputs.values()) > 0
+    engine.check_idle()
 
 
 @everywhere

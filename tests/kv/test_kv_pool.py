@@ -12,7 +12,7 @@ from kvist.kv.pool import BlockPool
 
 def make_pool(num_blocks: int) -> tuple[BlockPool, list[int]]:
     evicted: list[int] = []
-    return BlockPool(num_blocks, evicted.append), evicted
+    return BlockPool(num_blocks, evicted.extend), evicted
 
 
 def test_a_new_pool_hands_out_ids_in_order() -> None:
@@ -30,8 +30,7 @@ def test_a_new_pool_hands_out_ids_in_order() -> None:
 def test_blocks_of_no_use_are_reused_first_and_cached_ones_oldest_first() -> None:
     pool, evicted = make_pool(6)
     pool.take(6)
-    for block_id in (1, 2, 4):
-        pool.mark_cached(block_id)
+    pool.mark_cached([1, 2, 4])
     assert pool.release([2, 0, 4, 3, 1, 5]) == 6
     assert pool.free_queue() == [5, 3, 0, 2, 4, 1]
     assert pool.num_cached == 3
@@ -45,8 +44,7 @@ def test_blocks_of_no_use_are_reused_first_and_cached_ones_oldest_first() -> Non
 def test_sharing_takes_a_cached_block_out_of_the_queue_and_its_return_makes_it_youngest() -> None:
     pool, evicted = make_pool(3)
     pool.take(3)
-    for block_id in range(3):
-        pool.mark_cached(block_id)
+    pool.mark_cached(range(3))
     pool.release([0, 1, 2])
     pool.share([1, 0])
     pool.share([1])
@@ -67,14 +65,14 @@ def test_misuse_asserts() -> None:
     with pytest.raises(AssertionError, match="holds nothing"):
         pool.share([0])
     with pytest.raises(AssertionError, match="held by nobody"):
-        pool.mark_cached(0)
+        pool.mark_cached([0])
 
 
 class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.evicted: list[int] = []
-        self.pool = BlockPool(8, self.evicted.append)
+        self.pool = BlockPool(8, self.evicted.extend)
         self.refs = [0] * 8
         self.queue = list(range(8))
         self.cached: set[int] = set()
@@ -98,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from([block for block in range(8) if self.refs[block]]))
-        self.pool.mark_cached(block_id)
+        self.pool.mark_cached([block_id])
         self.cached.add(block_id)
 
     @rule(data=st.data())

@@ -16,6 +16,7 @@ import typer
 from kvist.bench.workloads import WORKS, Work, choose_works
 from kvist.cli.bench_compare import compare_command, show_command
 from kvist.cli.bench_fragmentation import fragmentation_command
+from kvist.cli.bench_memory import eviction_command, manager_command
 from kvist.cli.bench_sweep import sweep_command
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
@@ -27,6 +28,8 @@ app.command("compare")(compare_command)
 app.command("show")(show_command)
 app.command("fragmentation")(fragmentation_command)
 app.command("sweep")(sweep_command)
+app.command("eviction")(eviction_command)
+app.command("manager")(manager_command)
 
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
 Works = Annotated[str, typer.Option(help="Works to run, separated by commas.")]

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvist.config import ISAS, KV_ALLOCATORS, KV_FORMATS, QUANTIZATIONS, EngineOptions, check_options
+from kvist.config import EVICTION_POLICIES, ISAS, KV_ALLOCATORS, KV_FORMATS, QUANTIZATIONS, EngineOptions, check_options
 from kvist.errors import UsageError
 from kvist.request import SamplingParams
 
@@ -126,6 +126,15 @@ _ENGINE: dict[str, Any] = {
             help="How KV memory is handed out. paged: blocks anywhere, shared in place. contiguous: one span a request, reserved "
             "for its longest length; nothing is shared. virtual: one span of addresses a request, with memory behind it as it "
             "grows; prefixes are copied.",
+        ),
+    ],
+    "eviction_policy": Annotated[
+        str | None,
+        typer.Option(
+            metavar=_one_of(EVICTION_POLICIES),
+            rich_help_panel="Memory",
+            help="Which cached block is reused first: the one least likely to be hit for its time (density, the default with "
+            "paged blocks), or the least recently used.",
         ),
     ],
     "num_threads": Annotated[

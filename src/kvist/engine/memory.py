@@ -29,6 +29,7 @@ def make_memory(config: EngineConfig, key: bytes) -> Memory:
         enable_prefix_caching=config.enable_prefix_caching,
         key=key,
         watermark=config.watermark,
+        eviction_policy=config.eviction_policy,
     )
     # A virtual arena gives memory back page by page, which huge pages would prevent.
     return Memory(manager, Arena(num_ids, config.spec.block_bytes, huge_pages=config.kv_allocator != "virtual"))

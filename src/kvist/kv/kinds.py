@@ -30,10 +30,19 @@ def make_kv_memory(
     enable_prefix_caching: bool = True,
     key: bytes = b"",
     watermark: float = 0.01,
+    eviction_policy: str = "density",
 ) -> tuple[KVMemory, int]:
-    """The memory, and how many block ids it hands out (so many blocks an arena must have). `key`: see `KVManager`."""
+    """The memory, and how many block ids it hands out (so many blocks an arena must have). `key`, and `eviction_policy`
+    of paged blocks: see `KVManager`."""
     if allocator == "paged":
-        paged = KVManager(spec, sizes.num_blocks, enable_prefix_caching=enable_prefix_caching, key=key, watermark=watermark)
+        paged = KVManager(
+            spec,
+            sizes.num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            key=key,
+            watermark=watermark,
+            eviction_policy=eviction_policy,
+        )
         return paged, sizes.num_blocks
     if allocator == "contiguous":
         reserved = ContiguousSpans(sizes.num_blocks, len(spec.groups), spec.block_bytes)

@@ -20,12 +20,17 @@ from dataclasses import dataclass
 from kvist.errors import ConfigError
 from kvist.kv.allocators import Allocator, PagedAllocator
 from kvist.kv.block import BlockHash, extend_hashes, root_hash
+from kvist.kv.eviction import POLICIES
+from kvist.kv.ghosts import Ghosts
 from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec, first_block
 from kvist.kv.tiers import Restore, TierDecider, TransferPlan
 from kvist.request import PrefixMiss, Request
+
+GHOSTS_PER_BLOCK = 4
+"""So many evictions are remembered; conversations come back after several times the pool."""
 
 
 @dataclass(slots=True)
@@ -41,8 +46,8 @@ class _Record:
 
 class KVManager:
     """`key` names everything but tokens, salt, format and block size that changes KV bytes: the model and the numeric profile
-    (see `block.make_key`). `watermark` is the share of the pool that admission leaves free. `tiered`: there is a tier behind the
-    device, and `tier` holds its books."""
+    (see `block.make_key`). `watermark` is the share of the pool that admission leaves free; `eviction_policy` is one of
+    `eviction.POLICIES`. `tiered`: there is a tier behind the device, and `tier` holds its books."""
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class KVManager:
         key: bytes = b"",
         watermark: float = 0.01,
         tiered: bool = False,
+        eviction_policy: str = "density",
     ) -> None:
         self._num_groups = len(spec.groups)
         if num_blocks < self._num_groups:
@@ -70,7 +76,10 @@ class KVManager:
         self._windows = tuple(group.window for group in spec.groups)
         self._has_windows = any(window is not None for window in self._windows)
         self._index = PrefixIndex(num_blocks, self._windows, spec.block_size)
-        self._pool = BlockPool(num_blocks, self._index.remove)
+        self._policy = POLICIES[eviction_policy](num_blocks)
+        self._pool = BlockPool(num_blocks, self._evict, self._policy)
+        self._ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
+        self._now = 0.0
         self._allocator: Allocator = PagedAllocator(self._pool)
         self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
@@ -191,6 +200,10 @@ class KVManager:
         """Paged blocks are shared in place and stay committed."""
         return NO_PLAN
 
+    def advance(self, now: float) -> None:
+        """It is `now`, in seconds that never go back; called before each step."""
+        self._now = now
+
     def add(self, request: Request) -> None:
         """Open the record of a request that waits; it holds no blocks yet."""
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
@@ -306,11 +319,19 @@ class KVManager:
     # Helpers
 
     def _enter(self, group: int, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
-        """Name computed blocks. A second block of the same content stays unnamed: the first may be shared already, and pointing a
-        request's table to it would change a table that is lent out. It is reused first when it is let go."""
-        for block_hash, block_id in zip(block_hashes, block_ids, strict=True):
-            if self._index.insert(group, block_hash, block_id):
-                self._pool.mark_cached(block_id)
+        """Name computed blocks, successive ones of a sequence. A second block of the same content stays unnamed: the first may be
+        shared already, and pointing a request's table to it would change a table that is lent out. It is reused first when it is
+        let go."""
+        new = self._index.insert(group, block_hashes, block_ids)
+        if len(new) < len(block_hashes):
+            block_hashes, block_ids = [block_hashes[item] for item in new], [block_ids[item] for item in new]
+        self._pool.mark_cached(block_ids)
+        self._policy.enter(block_ids, self._ghosts.memos(block_hashes) if self._policy.remembers else ())
+
+    def _evict(self, block_ids: list[int]) -> None:
+        """The pool is about to reuse these blocks."""
+        memos = self._policy.leave(block_ids)
+        self._ghosts.put(self._index.remove(block_ids), memos, self._now)
 
     def _empty_tables(self) -> tuple[array[int], ...]:
         return tuple(array("i") for _ in self._windows)

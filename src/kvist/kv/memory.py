@@ -120,6 +120,9 @@ class KVMemory(Protocol):
     def account(self, requests: Iterable[Request]) -> MemoryAccount:
         """Bytes now; `requests` are all that hold blocks."""
 
+    def advance(self, now: float) -> None:
+        """It is `now`, in seconds that never go back; called before each step."""
+
     def add(self, request: Request) -> None: ...
 
     def attach(self, request: Request, match: PrefixMatch) -> None: ...

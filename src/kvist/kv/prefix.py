@@ -8,7 +8,7 @@ per (hash, group) and one (hash, group) per block; what is found was computed be
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvist.kv.block import BlockHash
@@ -44,21 +44,29 @@ class PrefixIndex:
     def hash_of(self, block_id: int) -> BlockHash | None:
         return self._hash_of[block_id]
 
-    def insert(self, group: int, block_hash: BlockHash, block_id: int) -> bool:
-        """Enter a computed block; False, and nothing changed, when another block already has that name."""
-        assert self._hash_of[block_id] is None, f"block {block_id} is indexed already"
-        if self._tables[group].setdefault(block_hash, block_id) != block_id:
-            return False
-        self._hash_of[block_id] = block_hash
-        self._group_of[block_id] = group
-        return True
+    def insert(self, group: int, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> list[int]:
+        """Enter computed blocks; returns which of the pairs are new: those whose name no other block has already."""
+        table, hash_of, group_of = self._tables[group], self._hash_of, self._group_of
+        new = []
+        for item, (block_hash, block_id) in enumerate(zip(block_hashes, block_ids, strict=True)):
+            assert hash_of[block_id] is None, f"block {block_id} is indexed already"
+            if table.setdefault(block_hash, block_id) == block_id:
+                hash_of[block_id] = block_hash
+                group_of[block_id] = group
+                new.append(item)
+        return new
 
-    def remove(self, block_id: int) -> None:
-        """Forget a block that is about to be reused."""
-        block_hash = self._hash_of[block_id]
-        assert block_hash is not None, f"block {block_id} is not indexed"
-        self._hash_of[block_id] = None
-        del self._tables[self._group_of[block_id]][block_hash]
+    def remove(self, block_ids: Iterable[int]) -> list[BlockHash]:
+        """Forget blocks that are about to be reused. Returns what their contents were called."""
+        tables, hash_of, group_of = self._tables, self._hash_of, self._group_of
+        removed = []
+        for block_id in block_ids:
+            block_hash = hash_of[block_id]
+            assert block_hash is not None, f"block {block_id} is not indexed"
+            hash_of[block_id] = None
+            del tables[group_of[block_id]][block_hash]
+            removed.append(block_hash)
+        return removed
 
     def match(self, hashes: Sequence[BlockHash], limit: int) -> PrefixMatch:
         """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group."""

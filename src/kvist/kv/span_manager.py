@@ -148,6 +148,9 @@ class SpanManager:
 
     # Changes
 
+    def advance(self, now: float) -> None:
+        """Spans are kept by the order of their use alone."""
+
     def add(self, request: Request) -> None:
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
@@ -183,8 +186,7 @@ class SpanManager:
             return
         self._hash_up_to(request, record, full)
         for group, table in enumerate(record.tables):
-            for block in range(record.num_committed, full):
-                self._index.insert(group, record.hashes[block], table[block])
+            self._index.insert(group, record.hashes[record.num_committed : full], table[record.num_committed : full])
         record.num_committed = full
 
     def trim(self, request: Request) -> None:
@@ -283,7 +285,7 @@ class SpanManager:
         if self.enable_prefix_caching:
             for block_id in range(start + first, start + last):
                 if self._index.hash_of(block_id) is not None:
-                    self._index.remove(block_id)
+                    self._index.remove([block_id])
 
     def _hash_up_to(self, request: Request, record: _Record, num_blocks: int) -> None:
         start = len(record.hashes)

@@ -150,6 +150,7 @@ class Scheduler:
         """Decide the next step. `update` (or `finish` of all that it schedules) comes before the next call."""
         assert not self._in_flight, "the last step has not been updated"
         self._step += 1
+        self._manager.advance(now)
         self._now = now
         step = Step(self._budget, now)
         self._advance_running(step, one_row=True)

@@ -1,0 +1,17 @@
+"""The manager's cost is measured on a full pool, with some prompts found."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvist.bench.manager import measure_manager, measure_memory
+from kvist.kv.eviction import POLICIES
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_cost_and_memory(policy: str) -> None:
+    cost = measure_manager(2048, policy, rounds=2, prompts=20)
+    assert len(cost.microseconds) == 2
+    assert cost.found_share > 0.2
+    # The bound of the whole: arrays, hashes, index and ghosts; it does not depend on the machine.
+    assert measure_memory(8192, policy) < 300

@@ -1,0 +1,64 @@
+"""`kvist bench eviction` and `manager`: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from kvist.cli.main import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", *arguments])
+    output, errors = capsys.readouterr()
+    return int(left.value.code or 0), output, errors
+
+
+def test_eviction_reports_every_policy_at_every_size(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "eviction", "--conversations", "40", "--sizes", "10,100", "--json")
+    report = json.loads(output)
+    assert code == 0
+    assert [(row["policy"], row["share"]) for row in report["replays"]] == [
+        (policy, share) for policy in ("density", "lru", "clairvoyant") for share in (0.1, 1.0)
+    ]
+    assert len({row["hits"] for row in report["replays"] if row["share"] == 1.0}) == 1
+    code, output, _ = run(capsys, "eviction", "--conversations", "40", "--sizes", "10", "--policies", "lru")
+    assert code == 0
+    assert "40 conversations" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policies", "fifo"], "--policies must be one of"),
+        (["--sizes", "0"], "--sizes takes numbers"),
+        (["--sizes", "all"], "--sizes takes numbers"),
+        (["--trace", "/nowhere/trace.jsonl"], "Cannot read /nowhere/trace.jsonl"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    code, _, errors = run(capsys, "eviction", *arguments)
+    assert code == 2
+    assert words in errors
+
+
+def test_a_plot_is_drawn_or_its_library_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "rates.png"
+    code, _, errors = run(capsys, "eviction", "--conversations", "20", "--sizes", "10,50", "--plot", str(path))
+    if importlib.util.find_spec("matplotlib"):
+        assert (code, path.read_bytes()[:4]) == (0, b"\x89PNG")
+    else:
+        assert code == 2
+        assert "kvist[bench]" in errors
+
+
+def test_manager_reports_cost_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "manager", "--blocks", "2048", "--rounds", "1", "--policies", "lru", "--json")
+    (row,) = json.loads(output)["measurements"]
+    assert code == 0
+    assert row["microseconds"][0] > 0
+    assert 0 < row["bytes_per_block"] < 300

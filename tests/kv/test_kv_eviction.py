@@ -1,0 +1,195 @@
+"""Eviction policies: exact orders, what `density` learns, and a state machine over both against a set."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvist.config import EVICTION_POLICIES
+from kvist.kv.density import AGE_CELLS, CELL_WIDTHS, Density, ReuseStatistics, age_cell
+from kvist.kv.eviction import POLICIES, EvictionPolicy, Lru
+from kvist.kv.rings import Rings
+
+POLICY_NAMES = sorted(POLICIES)
+
+
+def test_the_options_name_the_policies() -> None:
+    assert set(EVICTION_POLICIES) == set(POLICIES)
+
+
+def test_lru_reuses_the_least_recently_used_and_lower_priorities_first() -> None:
+    policy = Lru(8)
+    policy.push([3, 1, 2])
+    policy.set_priority(5, 10)
+    policy.set_priority(6, 90)
+    policy.push([6, 5, 0])
+    assert policy.order() == [5, 3, 1, 2, 0, 6]
+    policy.unlink([1])
+    policy.push([1])
+    assert policy.pop(4) == [5, 3, 2, 0]
+    assert policy.pop(2) == [1, 6]
+    assert policy.order() == []
+
+
+def test_rings_join_and_close() -> None:
+    rings = Rings(6)
+    old, new, none = rings.open(), rings.open(), rings.open()
+    for ring, block in ((old, 0), (new, 1), (old, 2), (new, 3)):
+        rings.append(ring, block)
+    rings.join(old, none)
+    rings.join(old, new)
+    assert rings.blocks(old) == [0, 2, 1, 3]
+    rings.unlink([1])
+    taken: list[int] = []
+    assert rings.take(old, 2, taken) == 0
+    assert (taken, rings.blocks(old)) == ([0, 2], [3])
+    assert {rings.open(), rings.open()} == {new, none}, "closed entries are used again"
+    assert rings.open() == 9
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_prefix_is_reused_from_its_tail(name: str) -> None:
+    policy = POLICIES[name](64)
+    policy.enter(range(10), [None] * 10 if policy.remembers else [])
+    policy.push(range(9, -1, -1))
+    assert policy.pop(3) == [9, 8, 7]
+    policy.unlink([0, 1])
+    policy.hit([0, 1])
+    policy.push([1, 0])
+    assert policy.pop(7) == [6, 5, 4, 3, 2, 1, 0]
+
+
+def test_ages_fall_into_two_cells_a_doubling() -> None:
+    assert [age_cell(age) for age in (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 15, 16)] == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8]
+    assert age_cell(1 << 40) == AGE_CELLS - 1
+    assert CELL_WIDTHS[:8] == (1, 1, 1, 1, 2, 2, 4, 4)
+    assert sum(CELL_WIDTHS) == 2**14
+
+
+def test_without_lessons_more_used_and_younger_content_is_worth_more() -> None:
+    worth = ReuseStatistics().worth
+    for row, more in itertools.pairwise(worth):
+        assert all(row[cell] > row[cell + 1] for cell in range(AGE_CELLS - 1))
+        assert all(a < b for a, b in zip(row, more, strict=True))
+
+
+def test_content_that_returns_late_is_worth_most_shortly_before() -> None:
+    statistics = ReuseStatistics()
+    statistics.kept[0] = 10_000.0
+    statistics.returned[0][10] = 9_000.0
+    statistics.learn()
+    row = statistics.worth[0]
+    assert max(row) == row[10]
+    assert all(row[cell] < row[cell + 1] for cell in range(10))
+    assert row[11] < row[0] / 10, "what did not come then is not expected any more"
+
+
+def test_density_keeps_used_content_from_a_stream_of_new() -> None:
+    """The same two blocks are used every now and then among ever new ones; LRU loses them each time, and `density` does not."""
+    found = {}
+    for name in POLICY_NAMES:
+        policy, hits, cached, memos = POLICIES[name](64), 0, [], {}
+        empty = list(range(63, -1, -1))
+        where: dict[int, int] = {}
+        names: dict[int, int] = {}
+        new = iter(range(100, 10**6))
+        for turn in range(3000):
+            content = turn % 2 if turn % 90 < 2 else next(new)
+            if content in where:
+                block = where[content]
+                policy.unlink([block])
+                policy.hit([block])
+                hits += 1
+            else:
+                if not empty:
+                    (block,) = policy.pop(1)
+                    (memos[names[block]],) = policy.leave([block])
+                    del where[names[block]]
+                    empty.append(block)
+                block = empty.pop()
+                policy.enter([block], [memos.get(content)] if policy.remembers else [])
+                where[content], names[block] = block, content
+            policy.push([block])
+        cached.append(len(where))
+        assert cached == [64]
+        found[name] = hits
+    assert found["lru"] == 0
+    assert found["density"] > 50
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """What is in and out is always exact, the announced order is kept, and priorities hold."""
+
+    policy: EvictionPolicy
+
+    @initialize(name=st.sampled_from(POLICY_NAMES), size=st.sampled_from([20, 300]))
+    def start(self, name: str, size: int) -> None:
+        self.size = size
+        self.policy = POLICIES[name](size)
+        self.inside: set[int] = set()
+        self.priority = [50] * size
+        self.memos: dict[int, int] = {}
+
+    @precondition(lambda self: len(self.inside) < self.size)
+    @rule(data=st.data(), known=st.booleans(), priority=st.sampled_from([None, None, 0, 50, 80]))
+    def push(self, data: st.DataObject, known: bool, priority: int | None) -> None:
+        outside = [block for block in range(self.size) if block not in self.inside]
+        start = data.draw(st.integers(0, len(outside) - 1))
+        blocks = outside[start : start + data.draw(st.integers(1, 30))]
+        if priority is not None:
+            for block in blocks:
+                self.policy.set_priority(block, priority)
+                self.priority[block] = priority
+        if self.policy.remembers:
+            self.policy.enter(blocks, [self.memos.get(block) if known else None for block in blocks])
+        else:
+            self.policy.enter(blocks, [])
+        self.policy.push(reversed(blocks))
+        self.inside.update(blocks)
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.inside)), unique=True, max_size=10))
+        self.policy.unlink(blocks)
+        self.policy.hit(blocks)
+        self.inside.difference_update(blocks)
+
+    @precondition(lambda self: self.inside)
+    @rule(data=st.data())
+    def pop(self, data: st.DataObject) -> None:
+        expected = self.policy.order()
+        count = data.draw(st.integers(0, len(self.inside)))
+        taken = self.policy.pop(count)
+        assert taken == expected[:count]
+        self.memos.update(zip(taken, self.policy.leave(taken), strict=True))
+        assert all(0 <= memo < 2**32 for memo in self.memos.values())
+        self.inside.difference_update(taken)
+
+    @invariant()
+    def same(self) -> None:
+        order = self.policy.order()
+        assert len(order) == len(self.inside)
+        assert set(order) == self.inside
+        levels = [self.priority[block] for block in order]
+        assert levels == sorted(levels)
+
+
+TestPolicies = PolicyMachine.TestCase
+TestPolicies.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_density_forgets_old_habits_and_keeps_its_rings_few() -> None:
+    policy = Density(256)
+    for start in range(0, 256 * 1200, 4):
+        blocks = [(start + offset) % 256 for offset in range(4)]
+        if start >= 256:
+            assert policy.pop(4) == blocks, "content used once goes in the order of its use"
+        policy.enter(blocks, [None] * 4)
+        policy.push(blocks)
+    assert len(policy._rings.next) < 256 + 200
+    assert sum(policy._statistics.kept) < 2 * 256 * 256
