@@ -117,3 +117,7 @@ def test_a_miss_is_explained_once_at_the_first_admission() -> None:
     sim.run()
     assert new.num_preemptions == 1
     assert new.prefix_miss == PrefixMiss("never_seen", 0)
+    stats = sim.scheduler.stats()
+    # Of 48 tokens that it gave up, two blocks were still there.
+    assert (stats.num_tokens_lost, stats.num_tokens_recomputed, stats.num_queried_tokens) == (48, 16, 80)
+    assert stats.num_batched_tokens == 80 + 2 * 29 + stats.num_tokens_recomputed

@@ -21,6 +21,7 @@ import uvicorn
 
 from kvist.config import EngineConfig, ModelConfig
 from kvist.engine.admission import check_request
+from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
 from kvist.errors import EngineStoppedError
 from kvist.kv.spec import KVGroup, KVSpec
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
@@ -91,16 +92,24 @@ def logprob_of(token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id, own, 1, top)
 
 
+NO_STEPS = {bounds: Histogram(bounds).snapshot() for bounds in (STEP_SECONDS, BATCH_TOKENS, BATCH_REQUESTS)}
+
+
 @dataclass(frozen=True)
 class FakeSnapshot:
     num_running: int
     num_waiting: int
     blocks_by_state: Mapping[str, int]
     prompt_tokens_by_source: Mapping[str, int]
-    generated_tokens: int
-    preemptions: int
-    steps: int
-    step_seconds: float
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.5
+    step_times: HistogramSnapshot = NO_STEPS[STEP_SECONDS]
+    batch_tokens: HistogramSnapshot = NO_STEPS[BATCH_TOKENS]
+    batch_requests: HistogramSnapshot = NO_STEPS[BATCH_REQUESTS]
     kv_bytes: Mapping[str, int] = field(default_factory=lambda: {"held": 4096, "used": 3072})
     fragmentation: Mapping[str, float] = field(default_factory=lambda: {"internal": 0.25, "external": 0.0})
 
@@ -164,7 +173,8 @@ class FakeEngine:
 
     def snapshot(self) -> FakeSnapshot:
         blocks = {"free": self.config.num_kv_blocks - self.running, "cached": 0, "live": self.running}
-        return FakeSnapshot(self.running, self.waiting, blocks, dict(self.sources), self.generated, 0, self.generated, 0.5)
+        queries = sum(self.sources.values())
+        return FakeSnapshot(self.running, self.waiting, blocks, dict(self.sources), self.generated, queries, steps=self.generated)
 
     async def generate(
         self,

@@ -71,6 +71,7 @@ def test_a_head_that_comes_byte_by_byte_has_the_same_limit(strict_server: Server
     connection.settimeout(0.02)
     answer = b""
     with contextlib.suppress(ConnectionError), connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX: ")
         while not answer:
             connection.sendall(b"x")
             with contextlib.suppress(TimeoutError):
@@ -214,7 +215,6 @@ def test_a_body_longer_than_it_says_is_no_body_of_the_next_request(strict_server
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}" + b"x" * 100_000)
     answer = rest(connection)
     assert answer.startswith(b"HTTP/1.1 400")
-    assert b"prompt is missing" in answer
     assert b"200" not in answer
 
 

@@ -10,6 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_fakes import FakeEngine, ServerThread, config, fake_of, serving, wait_until
 from server_sse import CHAT, COMPLETIONS, stream
 
+import kvist
+from helpers.tiny_engine import tiny_engine
+from kvist.engine.async_engine import AsyncEngine
+from kvist.server.options import ServerOptions
+
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -95,3 +100,52 @@ def test_a_failed_stream_counts_as_failed() -> None:
         assert value(series, "kvist:requests_total", route="completions", outcome="failed") == 2
         assert value(series, "kvist:requests_total", route="completions", outcome="completed") == 0
         assert value(series, "kvist:choices_finished_total", reason="error") == 2
+
+
+def test_the_engine_s_steps_and_builds_are_shown() -> None:
+    with serving(AsyncEngine(tiny_engine(num_kv_blocks=12))) as server, httpx.Client(base_url=server.url) as client:
+        both = {"prompt": [[10] * 60, [11] * 60], "max_tokens": 60, "ignore_eos": True}
+        assert client.post(COMPLETIONS, json=both).status_code == 200
+        scored = {"prompt": [10] * 60, "max_tokens": 0, "echo": True, "logprobs": 1}
+        assert client.post(COMPLETIONS, json=scored).status_code == 200
+        series = scrape(client)
+        now = server.engine.snapshot()
+    steps = value(series, "kvist:engine_steps_total")
+    for name in ("kvist:engine_step_seconds", "kvist:batch_tokens", "kvist:batch_requests"):
+        assert value(series, f"{name}_count") == value(series, f"{name}_bucket", le="+Inf") == steps > 0
+    assert value(series, "kvist:prefix_query_tokens_total") == 120, "a scored prompt is not looked up"
+    assert value(series, "kvist:prefix_hit_tokens_total") == 0
+    assert value(series, "kvist:preemptions_total") == 1
+    assert value(series, "kvist:recomputed_tokens_total") == now.recomputed_tokens > 0
+    rows = value(series, "kvist:batch_tokens_sum")
+    # Every token is a row once, but the last of each answer; those recomputed, once more.
+    assert rows == 180 + 2 * 59 + now.recomputed_tokens
+    builds = [dict(labels) for name, labels in series if name == "kvist:build_info"]
+    assert [(build["model"], build["version"], build["block_size"]) for build in builds] == [("tiny", kvist.__version__, "16")]
+
+
+def test_vllm_s_names_are_there_when_they_are_asked_for() -> None:
+    options = ServerOptions(vllm_metrics=True, served_model_names=("shown",), warm_up=False)
+    with serving(FakeEngine(), options) as server, httpx.Client(base_url=server.url) as client:
+        for _ in range(2):
+            client.post(COMPLETIONS, json={"prompt": "x" * 50, "max_tokens": 7})
+        series = scrape(client)
+    own = {"model_name": "shown", "engine": "0"}
+    assert value(series, "vllm:prompt_tokens_total", **own) == 102
+    assert value(series, "vllm:prefix_cache_queries_total", **own) == 102
+    assert value(series, "vllm:prefix_cache_hits_total", **own) == value(series, "vllm:prompt_tokens_cached_total", **own) == 48
+    assert value(series, "vllm:prompt_tokens_by_source_total", **own, source="local_cache_hit") == 48
+    assert value(series, "vllm:generation_tokens_total", **own) == 14
+    assert value(series, "vllm:request_success_total", **own, finished_reason="length") == 2
+    for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prompt_tokens",
+        "request_generation_tokens", "request_prefill_time_seconds", "request_decode_time_seconds",
+    ):  # fmt: skip
+        assert value(series, f"vllm:{name}_count", **own) == 2, name
+    assert value(series, "vllm:inter_token_latency_seconds_count", **own) == 12
+    assert value(series, "vllm:num_requests_running", **own) == value(series, "vllm:num_requests_waiting", **own) == 0
+    assert ("vllm:kv_cache_usage_perc", tuple(sorted(own.items()))) in series
+
+
+def test_vllm_s_names_are_not_there_otherwise(client: httpx.Client) -> None:
+    assert not [name for name, _ in scrape(client) if name.startswith("vllm:")]

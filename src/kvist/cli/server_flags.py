@@ -100,6 +100,10 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
         Annotated[float, _option("Seconds after which a client that reads nothing of its answer is dropped.")],
         _DEFAULTS.stream_timeout,
     ),
+    "vllm_metrics": (
+        Annotated[bool, typer.Option("--vllm-metrics", rich_help_panel="Server", help="Show the metrics under vLLM's names too.")],
+        _DEFAULTS.vllm_metrics,
+    ),
     "cors_origin": (
         Annotated[
             list[str] | None,
@@ -132,6 +136,7 @@ def _build(values: Mapping[str, Any]) -> ServerOptions:
         max_connections=values["max_connections"],
         drain_timeout=values["drain_timeout"],
         stream_timeout=values["stream_timeout"],
+        vllm_metrics=values["vllm_metrics"],
         cors_origins=tuple(values["cors_origin"] or ()),
         root_path=values["root_path"],
         forwarded_allow_ips=tuple(part.strip() for part in values["forwarded_allow_ips"].split(",") if part.strip()),

@@ -135,7 +135,9 @@ class AsyncEngine:
         try:
             while num_open:
                 deltas = await stream.take()
-                num_open -= sum(delta.finish_reason is not None for delta in deltas)
+                for delta in deltas:
+                    if delta.finish_reason is not None:
+                        num_open -= 1
                 yield deltas
         finally:
             if num_open and stream.error is None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
 from kvist.engine.constraints import Constraint, Masks
+from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits, Runner
@@ -57,8 +58,12 @@ class EngineSnapshot:
     """internal and external, as shares."""
     prompt_tokens_by_source: Mapping[str, int]
     """computed, prefix_hit, disk_hit: each prompt token once, at its request's first admission."""
+    prefix_query_tokens: int
+    """Of these, the tokens of prompts that were looked up."""
     generated_tokens: int
     preemptions: int
+    recomputed_tokens: int
+    """Computed a second time, after a preemption."""
     steps: int
     failed_steps: int
     failed_in_a_row: int
@@ -67,6 +72,11 @@ class EngineSnapshot:
     last_step_seconds: float
     last_step_tokens: int
     scheduler_seconds: float
+    step_times: HistogramSnapshot
+    batch_tokens: HistogramSnapshot
+    """Rows of a step."""
+    batch_requests: HistogramSnapshot
+    """Requests that had rows in a step."""
     profile: str
 
 
@@ -92,6 +102,18 @@ class _Counters:
     last_step_seconds: float = 0.0
     last_step_tokens: int = 0
     scheduler_seconds: float = 0.0
+    step_times: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
+    batch_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_TOKENS))
+    batch_requests: Histogram = field(default_factory=lambda: Histogram(BATCH_REQUESTS))
+
+    def count_step(self, seconds: float, output: SchedulerOutput) -> None:
+        self.steps += 1
+        self.last_step_tokens = output.num_batched_tokens
+        self.last_step_seconds = seconds
+        self.step_seconds += seconds
+        self.step_times.observe(seconds)
+        self.batch_tokens.observe(output.num_batched_tokens)
+        self.batch_requests.observe(len(output.scheduled))
 
 
 class Engine:
@@ -227,10 +249,7 @@ class Engine:
         else:
             counters.failed_in_a_row = 0
             deltas += self._advance(output, drawn)
-        counters.steps += 1
-        counters.last_step_tokens = output.num_batched_tokens
-        counters.last_step_seconds = self._clock() - started
-        counters.step_seconds += counters.last_step_seconds
+        counters.count_step(self._clock() - started, output)
         return deltas
 
     def drop_pending(self) -> None:
@@ -260,8 +279,10 @@ class Engine:
             prompt_tokens_by_source=prompt_sources(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens),
             kv_bytes=account.bytes_by_kind,
             fragmentation={"internal": account.internal_fragmentation, "external": account.external_fragmentation},
+            prefix_query_tokens=stats.num_queried_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=stats.num_preemptions,
+            recomputed_tokens=stats.num_tokens_recomputed,
             steps=counters.steps,
             failed_steps=counters.failed_steps,
             failed_in_a_row=counters.failed_in_a_row,
@@ -269,6 +290,9 @@ class Engine:
             last_step_seconds=counters.last_step_seconds,
             last_step_tokens=counters.last_step_tokens,
             scheduler_seconds=counters.scheduler_seconds,
+            step_times=counters.step_times.snapshot(),
+            batch_tokens=counters.batch_tokens.snapshot(),
+            batch_requests=counters.batch_requests.snapshot(),
             profile=self.config.profile,
         )
 

@@ -77,17 +77,22 @@ class Mailbox:
             ready, self._ready, self._scheduled = self._ready, set(), False
         self.wake_ups += 1
         for stream in ready:
-            stream.event.set()
+            stream.wake()
 
 
 class Stream:
-    """The reading end of one request; made and read on its event loop."""
+    """The reading end of one request; made and read on its event loop, by one reader."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
-        self.event = asyncio.Event()
         self.unread: dict[int, list[OutputDelta]] = {}
         self.error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """On the event loop: there may be something to read."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def add(self, delta: OutputDelta) -> None:
         """Called under the mailbox's lock. Merging now and then, not each time, keeps the engine's work for a slow reader small."""
@@ -99,13 +104,12 @@ class Stream:
     async def take(self) -> list[OutputDelta]:
         """All that has come since the last call, at most one delta a choice; waits for the first. Raises the stream's error."""
         while True:
-            await self.event.wait()
             with self.mailbox.lock:
-                self.event.clear()
-                unread, self.unread = self.unread, {}
-                if unread:
-                    if self.error is not None:
-                        self.event.set()
+                if self.unread:
+                    unread, self.unread = self.unread, {}
                     return [merge_deltas(deltas) for deltas in unread.values()]
                 if self.error is not None:
                     raise self.error
+            # What is posted from here on wakes this reader: the wake-up runs on this loop, so after the wait has begun.
+            self._waiter = self.mailbox.loop.create_future()
+            await self._waiter

@@ -18,6 +18,8 @@ class Job:
     held_up_since: float | None = None
     """When it last ceased to get rows for want of blocks; None while it gets them."""
     told_waiting: bool = False
+    num_lost: int = 0
+    """Tokens that its last preemption made it give up."""
 
     @property
     def pending(self) -> int:

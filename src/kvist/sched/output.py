@@ -77,11 +77,15 @@ class SchedulerStats:
     """Of these, served by prefix hits."""
     num_disk_tokens: int
     """Of those, brought back from a tier for their request."""
+    num_queried_tokens: int
+    """Of these prompts, the tokens of those that were looked up."""
     num_preemptions: int
     num_swaps: int
     """Of these preemptions, whose victims were to come back from a tier."""
     num_tokens_lost: int
     """Computed tokens that preempted requests had to give up."""
+    num_tokens_recomputed: int
+    """Of these, what was not in the index any more when they went on."""
     num_stalls: int
     """Times that a running request stood still in a step for want of a block."""
     kv: KVUsage

@@ -44,6 +44,8 @@ from kvist.sched.policy import Policy, PriorityThenArrival
 from kvist.sched.preemption import Preemption, PreemptionLog
 from kvist.sched.prefetch import DEPTH, Prefetcher
 
+NO_LOOKUP = ("prompt_logprobs", "caching_off")
+"""Reasons of a miss for which the prompt was not compared with the cache at all."""
 MAX_DOUBLINGS = 6
 """Of the room that a request leaves to others after a preemption: about a thousand tokens to each."""
 
@@ -87,6 +89,8 @@ class Scheduler:
         self._num_cached_tokens = 0
         self._num_disk_tokens = 0
         self._num_preemptions = self._num_swaps = 0
+        self._num_queried_tokens = 0
+        self._num_tokens_recomputed = 0
         self._num_tokens_lost = 0
         self._num_stalls = 0
 
@@ -210,6 +214,8 @@ class Scheduler:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_disk_tokens=self._num_disk_tokens,
+            num_queried_tokens=self._num_queried_tokens,
+            num_tokens_recomputed=self._num_tokens_recomputed,
             num_preemptions=self._num_preemptions,
             num_swaps=self._num_swaps,
             num_tokens_lost=self._num_tokens_lost,
@@ -273,6 +279,7 @@ class Scheduler:
         self._preemptions.add(step.preempted[-1], swap, step.now)
         self._num_preemptions += 1
         self._num_tokens_lost += request.num_computed_tokens
+        victim.num_lost = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
@@ -331,14 +338,16 @@ class Scheduler:
             request.num_cached_tokens = match.num_tokens
             request.num_disk_tokens = brought
             self._num_disk_tokens += brought
+            request.prefix_miss = self._manager.explain_miss(request, match)
             self._num_prompt_tokens += request.num_prompt_tokens
             self._num_cached_tokens += match.num_tokens
+            self._num_queried_tokens += 0 if request.prefix_miss.reason in NO_LOOKUP else request.num_prompt_tokens
             request.first_scheduled_time = step.now
-            request.prefix_miss = self._manager.explain_miss(request, match)
             if job.told_waiting:
                 step.note(request, "started", seconds=step.now - request.arrival_time, tokens_cached=match.num_tokens)
         else:
             self._preemptions.resumed(request.request_id, step.now, match.num_tokens)
+            self._num_tokens_recomputed += max(0, job.num_lost - match.num_tokens)
         request.status = RequestStatus.RUNNING
         insort(self._running, job, key=key_of)
 

@@ -28,7 +28,9 @@ from kvist.server.logprobs import TokenLabels
 from kvist.server.openapi import describe
 from kvist.server.options import ServerOptions
 from kvist.server.queueing import Queue
+from kvist.server.series import KvistSeries
 from kvist.server.state import ServerState
+from kvist.server.vllm_metrics import VllmSeries
 from kvist.server.warmup import warm_up
 
 REQUEST_HEADERS = ("authorization", "content-type", "x-request-id", "x-kvist-events")
@@ -67,6 +69,10 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None, life:
         served_names=options.served_model_names or (engine.config.served_model_name,),
         abilities=Abilities.of(engine.chat_template, options.tool_call_parser, options.reasoning_parser),
     )
+
+    state.metrics.registry.register(KvistSeries(state.metrics, engine.config))
+    if options.vllm_metrics:
+        state.metrics.registry.register(VllmSeries(state.metrics, engine.config, state.served_names[0]))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvist.config import EngineConfig
+from kvist.engine.histogram import HistogramSnapshot
 from kvist.request import OutputDelta, SamplingParams
 
 
@@ -44,16 +45,31 @@ class Snapshot(Protocol):
     def prompt_tokens_by_source(self) -> Mapping[str, int]: ...
 
     @property
+    def prefix_query_tokens(self) -> int: ...
+
+    @property
     def generated_tokens(self) -> int: ...
 
     @property
     def preemptions(self) -> int: ...
 
     @property
+    def recomputed_tokens(self) -> int: ...
+
+    @property
     def steps(self) -> int: ...
 
     @property
     def step_seconds(self) -> float: ...
+
+    @property
+    def step_times(self) -> HistogramSnapshot: ...
+
+    @property
+    def batch_tokens(self) -> HistogramSnapshot: ...
+
+    @property
+    def batch_requests(self) -> HistogramSnapshot: ...
 
 
 class EngineClient(Protocol):

@@ -43,7 +43,8 @@ class Connection(Protocol):
     _last_active = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        # Not asked for its class: uvloop's transports have none of asyncio's.
+        transport = cast(asyncio.Transport, transport)
         super().connection_made(transport)
         # A buffer limit of nothing: whatever the client has not taken counts as unread, and no answer piles up here.
         transport.set_write_buffer_limits(high=0)

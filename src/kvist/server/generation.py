@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -18,7 +18,8 @@ from kvist.request import STRUCTURED_OUTPUTS, OutputDelta, SamplingParams, Token
 from kvist.server.client import EngineClient
 
 T = TypeVar("T")
-Batch = list[tuple[int, OutputDelta]]
+Batch = list[OutputDelta]
+"""Their `index` is the choice of the whole request."""
 
 
 class ClientGone(Exception):
@@ -62,9 +63,16 @@ class Collected:
         return "".join(self.parts)
 
 
-def deltas(engine: EngineClient, jobs: Sequence[Job], *, wants_events: bool = False) -> AsyncGenerator[Batch, None]:
-    """What the engine says per wake-up, with choice indices. Raises what the engine raises."""
-    return _one(engine, jobs[0], 0, wants_events) if len(jobs) == 1 else _many(engine, jobs, wants_events)
+def deltas(engine: EngineClient, jobs: Sequence[Job], *, wants_events: bool = False) -> AsyncIterator[Batch]:
+    """What the engine says per wake-up. Raises what the engine raises; `close` it."""
+    return _one(engine, jobs[0], wants_events) if len(jobs) == 1 else _many(engine, jobs, wants_events)
+
+
+async def close(source: AsyncIterator[Any]) -> None:
+    """Leave a source early, or after its end."""
+    aclose = getattr(source, "aclose", None)
+    if aclose is not None:
+        await aclose()
 
 
 def raise_if_failed(delta: OutputDelta) -> None:
@@ -77,8 +85,9 @@ def raise_if_failed(delta: OutputDelta) -> None:
         raise EngineStoppedError("The request was aborted because the server is shutting down.")
 
 
-async def _one(engine: EngineClient, job: Job, first_index: int, wants_events: bool) -> AsyncGenerator[Batch, None]:
-    source = engine.generate(
+def _one(engine: EngineClient, job: Job, wants_events: bool) -> AsyncIterator[Batch]:
+    """The engine's own generator: each layer between it and a stream would cost every token."""
+    return engine.generate(
         job.request_id,
         job.token_ids,
         job.params,
@@ -86,11 +95,6 @@ async def _one(engine: EngineClient, job: Job, first_index: int, wants_events: b
         priority=job.priority,
         wants_events=wants_events,
     )
-    try:
-        async for items in source:
-            yield [(first_index + delta.index, delta) for delta in items]
-    finally:
-        await _close(source)
 
 
 async def _many(engine: EngineClient, jobs: Sequence[Job], wants_events: bool) -> AsyncGenerator[Batch, None]:
@@ -99,15 +103,15 @@ async def _many(engine: EngineClient, jobs: Sequence[Job], wants_events: bool) -
     queue: asyncio.Queue[Batch | Exception | None] = asyncio.Queue(len(jobs))
 
     async def pump(job: Job, first_index: int) -> None:
-        source = _one(engine, job, first_index, wants_events)
+        source = _one(engine, job, wants_events)
         try:
             async for batch in source:
-                await queue.put(batch)
+                await queue.put([replace(delta, index=first_index + delta.index) for delta in batch])
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
         finally:
-            await _close(source)
+            await close(source)
 
     tasks = [asyncio.create_task(pump(job, i * job.params.n)) for i, job in enumerate(jobs)]
     running = len(tasks)
@@ -129,12 +133,6 @@ async def _many(engine: EngineClient, jobs: Sequence[Job], wants_events: bool) -
                 yield joined
     finally:
         await _cancel(tasks)
-
-
-async def _close(source: AsyncIterator[Any]) -> None:
-    close = getattr(source, "aclose", None)
-    if close is not None:
-        await close()
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:

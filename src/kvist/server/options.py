@@ -42,6 +42,8 @@ class ServerOptions:
 
     keep_alive_seconds: float = 15.0
     """How long a stream is silent before it says that it lives."""
+    vllm_metrics: bool = False
+    """Show the metrics under vLLM's names too."""
     warm_up: bool = True
     """Ready only after a completion has worked."""
     max_connections: int = 4096

@@ -39,7 +39,11 @@ class EventStream:
     async def write(self, pieces: Iterable[str]) -> None:
         """Whole events and comments, ASCII; with none the response only starts."""
         self._writing = True
-        await self._write("".join(pieces).encode("ascii"))
+        body = "".join(pieces).encode("ascii")
+        if self.started and body:
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        else:
+            await self._write(body)
         self._writing = False
         self._last_word = self._loop.time()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from kvist.errors import InvalidRequestError, KvistError
 from kvist.request import OutputDelta
 from kvist.server.access import Access, access_of
 from kvist.server.failures import error_body
-from kvist.server.generation import Batch, ClientGone, Collected, Job, deltas, raise_if_failed, unless_gone
+from kvist.server.generation import Batch, ClientGone, Collected, Job, close, deltas, raise_if_failed, unless_gone
 from kvist.server.metrics import RequestRecord
 from kvist.server.protocol import UsageInStream
 from kvist.server.sse import DONE, EventStream, comment, event
@@ -33,6 +33,9 @@ log = logging.getLogger("kvist.server")
 
 dumps = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 """ASCII only: no client can split a line inside a character, or at one that it takes for a line's end."""
+
+TAILS = {"none": "}]}", "last": '}],"usage":null}'}
+"""What closes a chunk, where it is the same for all."""
 
 EVENTS_HEADER = "x-kvist-events"
 
@@ -80,6 +83,7 @@ class GenerationResponse(Response):
         self._tally = Tally(sum(sizes), sizes, plan.choices_per_job)
         self._wants_events = False
         self._access = Access()
+        self._tail = TAILS.get(plan.usage_in_stream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._access = access_of(scope)
@@ -104,9 +108,10 @@ class GenerationResponse(Response):
             self._access.outcome = self._record.outcome
 
     async def _stream(self, send: Send) -> None:
-        batches, stream = self._batches(), EventStream(send, self._state.options.keep_alive_seconds)
+        batches, stream = self._deltas(), EventStream(send, self._state.options.keep_alive_seconds)
         try:
             async for batch in batches:
+                self._count(batch)
                 await stream.write(self._pieces(batch))
             last = [] if self._plan.usage_in_stream == "none" else [event(self._plan.format.usage_event(self._tally.usage()))]
             await stream.write([*last, DONE])
@@ -120,61 +125,52 @@ class GenerationResponse(Response):
             self._record.end("failed")
         finally:
             stream.close()
-            await batches.aclose()
+            await close(batches)
         await stream.end()
 
     def _pieces(self, batch: Batch) -> list[str]:
         pieces: list[str] = []
-        for choice, delta in batch:
+        for delta in batch:
             for happened in delta.events:
-                pieces.append(comment(f"kvist {dumps(self._tally.happened(choice, happened))}"))
+                pieces.append(comment(f"kvist {dumps(self._tally.happened(happened, delta.index))}"))
             if delta.token_ids or delta.finish_reason is not None:
-                pieces += map(event, self._plan.format.events(choice, delta, self._tail(choice)))
+                tail = self._tail if self._tail is not None else f'}}],"usage":{dumps(self._tally.so_far(delta.index))}}}'
+                for data in self._plan.format.events(delta.index, delta, tail):
+                    pieces.append(f"data: {data}\n\n")
         return pieces
-
-    def _tail(self, choice: int) -> str:
-        match self._plan.usage_in_stream:
-            case "none":
-                return "}]}"
-            case "last":
-                return '}],"usage":null}'
-        return f'}}],"usage":{dumps(self._tally.so_far(choice))}}}'
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices = [Collected() for _ in range(len(self._plan.jobs) * self._plan.choices_per_job)]
-        batches = self._batches()
+        batches = self._deltas()
         try:
             async for batch in batches:
-                for index, delta in batch:
-                    choices[index].add(delta)
+                self._count(batch)
+                for delta in batch:
+                    choices[delta.index].add(delta)
                     for happened in delta.events:
-                        self._tally.happened(index, happened)
+                        self._tally.happened(happened, delta.index)
         finally:
-            await batches.aclose()
+            await close(batches)
         body = dumps(self._plan.format.answer(choices, self._tally.usage()))
         self._record.end("completed")
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _batches(self) -> AsyncGenerator[Batch, None]:
-        """The engine's deltas, counted."""
-        source = deltas(self._state.engine, self._plan.jobs, wants_events=self._wants_events)
-        try:
-            async for batch in source:
-                for choice, delta in batch:
-                    self._count(choice, delta)
-                for _, delta in batch:
-                    raise_if_failed(delta)
-                yield batch
-        finally:
-            await source.aclose()
+    def _deltas(self) -> AsyncIterator[Batch]:
+        return deltas(self._state.engine, self._plan.jobs, wants_events=self._wants_events)
 
-    def _count(self, choice: int, delta: OutputDelta) -> None:
-        self._tally.add(choice, delta)
-        self._record.tokens(choice, len(delta.token_ids))
-        if delta.usage is not None and self._access.queue_time is None:
-            self._access.queue_time, self._access.first_token_time = delta.usage.queue_time, delta.usage.time_to_first_token
-        if delta.finish_reason is not None:
-            self._record.choice_finished(delta.finish_reason, None if delta.usage is None else delta.usage.queue_time)
+    def _count(self, batch: Batch) -> None:
+        """Each delta is counted; then a choice's bad end is raised."""
+        failed = None
+        for delta in batch:
+            self._tally.add(delta)
+            self._record.tokens(delta.index, len(delta.token_ids))
+            if delta.usage is not None and self._access.queue_time is None:
+                self._access.queue_time, self._access.first_token_time = delta.usage.queue_time, delta.usage.time_to_first_token
+            if delta.finish_reason is not None:
+                self._record.choice_finished(delta.index, delta.finish_reason, delta.usage)
+                failed = failed or (delta if delta.finish_reason in ("error", "abort") else None)
+        if failed is not None:
+            raise_if_failed(failed)
 
 
 def _wants_events(scope: Scope) -> bool:

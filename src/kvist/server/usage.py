@@ -29,14 +29,15 @@ class Tally:
     _finished: dict[int, RequestUsage] = field(default_factory=dict)
     _events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
 
-    def add(self, choice: int, delta: OutputDelta) -> None:
+    def add(self, delta: OutputDelta) -> None:
+        choice = delta.index
         if delta.usage is None:
             self._generated[choice] = self._generated.get(choice, 0) + len(delta.token_ids)
         else:
             self._generated[choice] = delta.usage.num_output_tokens
             self._finished[choice] = delta.usage
 
-    def happened(self, choice: int, event: RequestEvent) -> dict[str, Any]:
+    def happened(self, event: RequestEvent, choice: int) -> dict[str, Any]:
         """An event as an object, kept for an answer that is not streamed."""
         entry = describe_event(choice, event)
         self._events.append(entry)

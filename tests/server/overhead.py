@@ -1,0 +1,222 @@
+"""What the HTTP room costs, without a model: CPU a streamed token, and memory an idle connection.
+
+    python tests/server/overhead.py [--streams 32] [--tokens 400] [--connections 1000] [--route chat] [--json]
+
+A server process (this file with `--serve`) runs the real application and the real `AsyncEngine` over an engine that only sleeps:
+a step takes `--step` seconds and gives each stream one token, so that each token is one event and one write, as behind a model.
+This process is the client, and reads the server's CPU time and memory from /proc. The engine thread's share (deltas, mailbox) is
+within the figure; the model, sampling and detokenizing are not. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WORDS = ("The", " twig", " is", " a", " small", " branch", " of", " the", " tree", ",")
+PROMPT = "Tell me about twigs."
+
+
+@dataclass
+class SleepingEngine:
+    """As much of `engine.Engine` as `AsyncEngine` uses: one token a step for each request, after a sleep."""
+
+    step_seconds: float
+    config: Any = None
+    tokenizer: Any = None
+    chat_template: object = "fake"
+    open: dict[str, list[int]] = field(default_factory=dict)
+    """Tokens given so far, and the budget."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.open)
+
+    def add_request(self, request_id: str, prompt: list[int], params: Any, **options: Any) -> None:
+        self.open[request_id] = [0, params.max_tokens]
+
+    def abort(self, request_id: str, *, unread: bool = False) -> None:
+        self.open.pop(request_id, None)
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self.open
+
+    def check_idle(self) -> None:
+        assert not self.open
+
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        return list(range(10, 30))
+
+    def step(self) -> list[Any]:
+        from kvist.request import OutputDelta, RequestUsage
+
+        time.sleep(self.step_seconds)
+        deltas = []
+        for request_id, state in list(self.open.items()):
+            state[0] += 1
+            count, budget = state
+            last = count == budget
+            usage = RequestUsage(20, 0, count) if last else None
+            word = WORDS[count % len(WORDS)]
+            deltas.append(OutputDelta(request_id, 0, word, (count,), finish_reason="length" if last else None, usage=usage))
+            if last:
+                del self.open[request_id]
+        return deltas
+
+    def snapshot(self) -> Any:
+        from server_fakes import FakeSnapshot
+
+        return FakeSnapshot(len(self.open), 0, {}, {})
+
+
+def serve(step_seconds: float) -> None:
+    """The server process: says its port, serves until it is killed."""
+    from server_fakes import FakeTokenizer, config
+
+    from kvist.engine.async_engine import AsyncEngine
+    from kvist.server.app import create_app
+    from kvist.server.life import Life
+    from kvist.server.options import ServerOptions
+    from kvist.server.run import bind, serve_app
+
+    engine = AsyncEngine(SleepingEngine(step_seconds, config(max_model_len=100_000, pool_tokens=1 << 20), FakeTokenizer()))  # type: ignore[arg-type]
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    options, life = ServerOptions(), Life()
+    app = create_app(engine, options, life)
+    serve_app(app, listener, options, life, on_ready=lambda: print(port, flush=True), stop_engine=engine.shutdown)
+
+
+@contextmanager
+def server(step_seconds: float) -> Iterator[tuple[int, int]]:
+    """The process id and port of a fresh server."""
+    command = [sys.executable, __file__, "--serve", "--step", str(step_seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """In its own code, and in the kernel's on its behalf (sending on loopback runs the receiver's side of TCP too)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / ticks, int(fields[12]) / ticks
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def request_bytes(route: str, tokens: int) -> bytes:
+    prompt = {"messages": [{"role": "user", "content": PROMPT}]} if route == "chat" else {"prompt": PROMPT}
+    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens, "temperature": 0}
+    body = json.dumps({"model": "fake", **prompt, **options}).encode()
+    path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def run_streams(port: int, route: str, streams: int, tokens: int) -> int:
+    """All streams at once, read to their ends. How many text chunks came."""
+    chunks, selector = 0, selectors.DefaultSelector()
+    tails: dict[socket.socket, bytes] = {}
+    for _ in range(streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(request_bytes(route, tokens))
+        selector.register(connection, selectors.EVENT_READ)
+        tails[connection] = b""
+    mark = b'"content":"' if route == "chat" else b'"text":"'
+    while tails:
+        for key, _ in selector.select():
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            data = connection.recv(1 << 16)
+            assert data, "the server closed a stream"
+            text = tails[connection] + data
+            *whole, rest = text.split(b"\n\n")
+            chunks += sum(mark in event and b'"finish_reason":null' in event and b'"role"' not in event for event in whole)
+            tails[connection] = rest
+            if any(event.endswith(b"data: [DONE]") for event in whole):
+                selector.unregister(connection)
+                connection.close()
+                del tails[connection]
+    return chunks
+
+
+def measure_tokens(route: str, streams: int, tokens: int, step_seconds: float) -> dict[str, Any]:
+    with server(step_seconds) as (pid, port):
+        run_streams(port, route, streams, 20)
+        before = cpu_seconds(pid)
+        chunks = run_streams(port, route, streams, tokens)
+        user, system = (after - start for start, after in zip(before, cpu_seconds(pid), strict=True))
+    return {
+        "route": route,
+        "streams": streams,
+        "tokens": streams * tokens,
+        "chunks": chunks,
+        "microseconds": (user + system) / chunks * 1e6,
+        "user_microseconds": user / chunks * 1e6,
+    }
+
+
+def measure_connections(count: int) -> dict[str, Any]:
+    """Memory of connections that have asked once, and stay open and idle."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, count + 200)), hard))
+    with server(0.01) as (pid, port):
+        run_streams(port, "chat", 1, 5)
+        before, connections = resident_bytes(pid), []
+        for _ in range(count):
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connections.append(connection)
+        spent = resident_bytes(pid) - before
+        for connection in connections:
+            connection.close()
+    return {"connections": count, "megabytes": spent / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--connections", type=int, default=1000)
+    parser.add_argument("--route", choices=("chat", "completions", "both"), default="both")
+    parser.add_argument("--step", type=float, default=0.01)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.serve:
+        return serve(options.step)
+    routes = ("chat", "completions") if options.route == "both" else (options.route,)
+    results = [measure_tokens(route, options.streams, options.tokens, options.step) for route in routes]
+    idle = measure_connections(options.connections)
+    if options.json:
+        return print(json.dumps({"tokens": results, "idle": idle}))
+    for result in results:
+        print(
+            f"{result['route']}: {result['microseconds']:.1f} us of CPU a chunk ({result['user_microseconds']:.1f} user); "
+            f"{result['streams']} streams, {result['chunks']} chunks of {result['tokens']} tokens"
+        )
+    return print(f"{idle['connections']} idle connections: {idle['megabytes']:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
