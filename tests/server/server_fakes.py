@@ -27,9 +27,8 @@ from kvist.kv.spec import KVGroup, KVSpec
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
 from kvist.server.app import create_app
 from kvist.server.client import EngineClient
-from kvist.server.connection import connection_class
 from kvist.server.options import ServerOptions
-from kvist.server.run import address_of, bind
+from kvist.server.run import address_of, bind, uvicorn_config
 
 EOS, BOS, TURN, FIRST_BYTE = 0, 1, 2, 3
 VOCAB = FIRST_BYTE + 256
@@ -289,10 +288,7 @@ class ServerThread:
         self.port: int = self.listener.getsockname()[1]
         options = options or ServerOptions(warm_up=False)
         self.app = create_app(engine, options)
-        http = connection_class(options, head_seconds=head_seconds)
-        self._server = uvicorn.Server(
-            uvicorn.Config(self.app, log_level="critical", access_log=False, lifespan="on", http=http, ws="none")
-        )
+        self._server = uvicorn.Server(uvicorn_config(self.app, options, log_level="critical", head_seconds=head_seconds))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]}, daemon=True)
 
     def start(self) -> None:

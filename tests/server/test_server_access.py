@@ -190,14 +190,30 @@ def test_keys_have_salts_of_their_own(keyed_server: ServerThread, alice: httpx.C
 
 def test_without_isolation_the_clients_salt_is_all_there_is() -> None:
     engine = FakeEngine()
-    with serving(engine, ServerOptions(api_keys=("k1", "k2"), key_isolation=False)) as server:
+    with serving(engine, ServerOptions(api_keys=("k1", "k2"), key_isolation=False, warm_up=False)) as server:
         for key in ("k1", "k2"):
             for own in (None, "x"):
                 body = BODY | {"cache_salt": own}
                 assert (
                     httpx.post(server.url + COMPLETIONS, json=body, headers={"authorization": f"Bearer {key}"}).status_code == 200
                 )
-    assert engine.salts == ["", "", "x", "", "x"], "the first one is the server's own"
+    assert engine.salts == ["", "x", "", "x"]
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client"), [(("127.0.0.1",), "203.0.113.9"), (("10.0.0.0/8",), "127.0.0.1"), ((), "127.0.0.1")]
+)
+def test_a_proxy_is_believed_only_where_it_is_known(
+    trusted: tuple[str, ...], client: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        serving(FakeEngine(), ServerOptions(forwarded_allow_ips=trusted, warm_up=False)) as server,
+        caplog.at_level(logging.INFO, "kvist.access"),
+    ):
+        headers = {"x-forwarded-for": "198.51.100.1, 203.0.113.9"}
+        assert httpx.post(server.url + COMPLETIONS, json=BODY, headers=headers).status_code == 200
+        (line,) = wait_for_lines(caplog, 1)
+    assert line["client"] == client
 
 
 def test_pages_of_the_origin_may_call_and_no_others(keyed_server: ServerThread, alice: httpx.Client) -> None:

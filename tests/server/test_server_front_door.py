@@ -34,7 +34,9 @@ def routes(server: ServerThread) -> list[tuple[str, str]]:
     return [*found, ("get", "/openapi.json"), ("get", "/docs"), ("get", "/nowhere")]
 
 
-@pytest.mark.parametrize("spelling", ["{}", "/{}", "{}/", "{}//", "{}?api_key=k1", "{}?Authorization=Bearer%20k1"])
+@pytest.mark.parametrize(
+    "spelling", ["{}", "/{}", "{}/", "{}//", "/v1{}", "{};x", "{}%20", "{}?api_key=k1", "{}?Authorization=Bearer%20k1"]
+)
 def test_every_route_but_the_health_routes_wants_a_key(locked_server: ServerThread, locked: httpx.Client, spelling: str) -> None:
     for method, path in routes(locked_server):
         target = spelling.format(path)

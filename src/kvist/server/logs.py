@@ -69,7 +69,9 @@ class BackgroundHandler(logging.Handler):
 
 
 def configure_logging(level: str, form: LogFormat) -> None:
-    """Set up the root logger of a program; replaces what was set up before."""
+    """Set up the root logger of a program, unless whoever runs it has done so."""
+    if logging.getLogger().handlers:
+        return
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[BackgroundHandler(handler)], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[BackgroundHandler(handler)])

@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvist.errors import ConfigError, KvistError
-from kvist.server.connection import connection_class
+from kvist.server.connection import HEAD_SECONDS, connection_class
 from kvist.server.life import Life
 from kvist.server.options import ServerOptions
 
@@ -126,6 +126,26 @@ def _allow_files(wanted: int) -> None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
+def uvicorn_config(
+    app: ASGIApp, options: ServerOptions, *, log_level: str = "info", head_seconds: float = HEAD_SECONDS
+) -> uvicorn.Config:
+    """What uvicorn is told; it logs no requests, which is the access layer's to do, and no more than warnings unless asked."""
+    return uvicorn.Config(
+        app,
+        http=connection_class(options, head_seconds=head_seconds),
+        log_config=None,
+        log_level="warning" if log_level == "info" else log_level,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        lifespan="on",
+        ws="none",
+        proxy_headers=bool(options.forwarded_allow_ips),
+        forwarded_allow_ips=list(options.forwarded_allow_ips),
+    )
+
+
 def serve_app(
     app: ASGIApp,
     listener: socket.socket,
@@ -140,20 +160,7 @@ def serve_app(
     are still open at the drain deadline, and has to end them; the application stops its engine itself otherwise. Raises
     AddressError, and what the first completion failed with."""
     _allow_files(options.max_connections + SPARE_FILES)
-    config = uvicorn.Config(
-        app,
-        http=connection_class(options),
-        log_config=None,
-        log_level="warning" if log_level == "info" else log_level,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        lifespan="on",
-        ws="none",
-        proxy_headers=bool(options.forwarded_allow_ips),
-        forwarded_allow_ips=list(options.forwarded_allow_ips),
-    )
+    config = uvicorn_config(app, options, log_level=log_level)
     server = _Server(config, life, options.drain_timeout, on_ready, stop_engine)
     try:
         server.run(sockets=[listener])
