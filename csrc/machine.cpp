@@ -35,4 +35,12 @@ void Machine::attend(const Step& step, const AttentionLayer& layer, const float*
   KVIST_NAMESPACE::attend(pool_, attention_, step.batch, step.groups[static_cast<size_t>(layer.group)], layer, qkv, out);
 }
 
+void Machine::sample(const float* logits, int vocabulary, const SampleBatch& batch, int32_t* token_ids, int32_t* outcomes) {
+  KVIST_NAMESPACE::sample(pool_, sampling_.data(), logits, vocabulary, batch, token_ids, outcomes);
+}
+
+void Machine::score(const float* logits, int vocabulary, const ScoreRequest& request, const ScoreResult& result) {
+  KVIST_NAMESPACE::score(pool_, sampling_.data(), logits, vocabulary, request, result);
+}
+
 }  // namespace KVIST_NAMESPACE

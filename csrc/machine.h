@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "sampling.h"
 #include "thread_pool.h"
 
 namespace KVIST_NAMESPACE {
@@ -34,7 +35,8 @@ struct Step {
 
 class Machine {
  public:
-  explicit Machine(int num_threads, const std::vector<int>& cpus = {}) : pool_(num_threads, cpus) {}
+  explicit Machine(int num_threads, const std::vector<int>& cpus = {})
+      : pool_(num_threads, cpus), sampling_(static_cast<size_t>(pool_.num_threads())) {}
 
   int num_threads() const { return pool_.num_threads(); }
   bool bound() const { return pool_.bound(); }
@@ -44,6 +46,8 @@ class Machine {
   void gated_mlp(float* x, int rows, const float* norm, float eps, const Linear& gate_up, const Linear& down);
   void rope_write(const Step& step, const AttentionLayer& layer, float* qkv);
   void attend(const Step& step, const AttentionLayer& layer, const float* qkv, float* out);
+  void sample(const float* logits, int vocabulary, const SampleBatch& batch, int32_t* token_ids, int32_t* outcomes);
+  void score(const float* logits, int vocabulary, const ScoreRequest& request, const ScoreResult& result);
 
  private:
   ThreadPool pool_;
@@ -51,6 +55,7 @@ class Machine {
   RowBuffers hidden_rows_;
   Buffer<float> hidden_;
   AttentionBuffers attention_;
+  std::vector<SamplingScratch> sampling_;  // one for each thread
 };
 
 }  // namespace KVIST_NAMESPACE

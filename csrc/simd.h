@@ -3,12 +3,22 @@
 // A module is compiled whole with one set of flags. Each header below defines two sets of names:
 //   F, I    16 floats, 16 int32, whatever the register width, for everything whose lanes are folded:
 //           load, store, set1, zero, add, sub, mul, div, fma, max, min, abs, to_float, round_to_int, exp2i, zero_below, load_f16,
-//           store_f16, split_bf16_pairs, store_int8, fold_add, fold_max (8+8, 4+4, 2+2, 1+1)
+//           store_f16, split_bf16_pairs, store_int8, fold_add, fold_max (8+8, 4+4, 2+2, 1+1),
+//           mask_ge, mask_gt (bit i: lane i), choose (lanes of a where the bit is set, else of b),
+//           UnitSum, add_units, fold_units: exact sums of floats in [0, 1] in whole units of 2^-40
 //   V, VI   one register of kLanes floats or int32, for matrix products, where lanes are columns and never meet:
 //           load_v, load_v_f16, load_v_bf16, store_v, set1_v, zero_v, add_v, mul_v, fma_v, to_float_v, and
 //           dot_w4, dot_w8: integer dot products of one 32-element group, kLanes columns, with R rows (layouts: linear.h)
 // Lanes never mix except in the folds, so every width computes the same thing.
 #pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+
+namespace KVIST_NAMESPACE {
+constexpr double kUnitsBase = 6144.0;
+}
 
 #if defined(KVIST_AVX512)
 #include "simd_avx512.h"
@@ -19,6 +29,17 @@
 #endif
 
 namespace KVIST_NAMESPACE {
+
+// A float in [0, 1] in units of 2^-40, rounded to nearest even: the last bit of a double near 1.5 * 2^12 is one unit.
+inline uint64_t units(float v) { return std::bit_cast<uint64_t>(v + kUnitsBase) - std::bit_cast<uint64_t>(kUnitsBase); }
+
+// The sum of `count` vectors that were added, all lanes.
+inline uint64_t fold_units(const UnitSum& sum, int count) {
+  uint64_t lanes[sizeof sum / sizeof(uint64_t)], total = 0;
+  std::memcpy(lanes, &sum, sizeof sum);
+  for (const uint64_t lane : lanes) total += lane;
+  return total - 16 * static_cast<uint64_t>(count) * std::bit_cast<uint64_t>(kUnitsBase);
+}
 
 // e^x for each lane; relative error under 2e-7, exactly 1 at 0, exactly 0 below -87.3 (so a masked score of -inf weighs nothing).
 // Range reduction by log2(e) with a two-part ln 2 and a degree-6 polynomial.

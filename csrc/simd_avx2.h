@@ -78,6 +78,26 @@ inline float fold_max(F v) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
+inline unsigned mask_of(__m256 lo, __m256 hi) {
+  return static_cast<unsigned>(_mm256_movemask_ps(lo)) | static_cast<unsigned>(_mm256_movemask_ps(hi)) << 8;
+}
+inline unsigned mask_ge(F a, F b) { return mask_of(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ)); }
+inline unsigned mask_gt(F a, F b) { return mask_of(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ)); }
+inline __m256 choose(unsigned bits, __m256 a, __m256 b) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane), lane);
+  return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(set));
+}
+inline F choose(unsigned bits, F a, F b) { return {choose(bits, a.lo, b.lo), choose(bits >> 8, a.hi, b.hi)}; }
+
+using UnitSum = __m256i;
+inline __m256i units_with_base(__m128 v) { return _mm256_castpd_si256(_mm256_add_pd(_mm256_cvtps_pd(v), _mm256_set1_pd(kUnitsBase))); }
+inline UnitSum add_units(UnitSum sum, __m256 v) {
+  sum = _mm256_add_epi64(sum, units_with_base(_mm256_castps256_ps128(v)));
+  return _mm256_add_epi64(sum, units_with_base(_mm256_extractf128_ps(v, 1)));
+}
+inline UnitSum add_units(UnitSum sum, F v) { return add_units(add_units(sum, v.lo), v.hi); }
+
 using V = __m256;
 using VI = __m256i;
 constexpr int kLanes = 8;

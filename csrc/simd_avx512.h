@@ -60,6 +60,17 @@ inline float fold_max(F v) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
+inline unsigned mask_ge(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+inline unsigned mask_gt(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline F choose(unsigned bits, F a, F b) { return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), b, a); }
+
+using UnitSum = __m512i;
+inline __m512i units_with_base(__m256 v) { return _mm512_castpd_si512(_mm512_add_pd(_mm512_cvtps_pd(v), _mm512_set1_pd(kUnitsBase))); }
+inline UnitSum add_units(UnitSum sum, F v) {
+  sum = _mm512_add_epi64(sum, units_with_base(_mm512_castps512_ps256(v)));
+  return _mm512_add_epi64(sum, units_with_base(_mm512_extractf32x8_ps(v, 1)));
+}
+
 using V = F;
 using VI = I;
 constexpr int kLanes = 16;

@@ -87,6 +87,44 @@ inline F zero_below(F v, F x, F low) {
   return each<F>([](V value, V at, V limit) { return reinterpret_cast<V>(reinterpret_cast<VI>(value) & (at >= limit)); }, v, x, low);
 }
 
+inline unsigned mask_of(VI lanes) {
+#if defined(__SSE2__)
+  return static_cast<unsigned>(_mm_movemask_ps(reinterpret_cast<__m128>(lanes)));
+#else
+  return static_cast<unsigned>((lanes[0] & 1) | (lanes[1] & 2) | (lanes[2] & 4) | (lanes[3] & 8));
+#endif
+}
+template <class Compare>
+inline unsigned mask_each(F a, F b, Compare compare) {
+  unsigned mask = 0;
+  for (int i = 0; i < 4; ++i) mask |= mask_of(compare(a.part[i], b.part[i])) << (4 * i);
+  return mask;
+}
+inline unsigned mask_ge(F a, F b) { return mask_each(a, b, [](V x, V y) -> VI { return x >= y; }); }
+inline unsigned mask_gt(F a, F b) { return mask_each(a, b, [](V x, V y) -> VI { return x > y; }); }
+inline F choose(unsigned bits, F a, F b) {
+  const VI lane = {1, 2, 4, 8};
+  F v;
+  for (int i = 0; i < 4; ++i) v.part[i] = select((static_cast<int32_t>(bits >> (4 * i)) & lane) == lane, a.part[i], b.part[i]);
+  return v;
+}
+
+typedef double D __attribute__((vector_size(16)));
+typedef uint64_t UnitSum __attribute__((vector_size(16)));
+inline UnitSum add_units(UnitSum sum, F v) {
+  for (const V part : v.part) {
+#if defined(__SSE2__)
+    const __m128 p = reinterpret_cast<__m128>(part);
+    const D low = reinterpret_cast<D>(_mm_cvtps_pd(p)), high = reinterpret_cast<D>(_mm_cvtps_pd(_mm_movehl_ps(p, p)));
+#else
+    const D low = {part[0], part[1]}, high = {part[2], part[3]};
+#endif
+    sum += reinterpret_cast<UnitSum>(low + kUnitsBase);
+    sum += reinterpret_cast<UnitSum>(high + kUnitsBase);
+  }
+  return sum;
+}
+
 inline F load_f16(const uint16_t* p) { return {{load_v_f16(p), load_v_f16(p + 4), load_v_f16(p + 8), load_v_f16(p + 12)}}; }
 inline void split_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   for (int i = 0; i < 4; ++i) {

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.tiny_engine import Collected, drain, run, run_one, tiny_engine, trace_logits
 from helpers.tiny_models import EOS
-from kvist.engine.sampler import token_logprob
+from kvist.engine.sampler import score
 from kvist.errors import ContextLengthError, InvalidRequestError
 from kvist.request import PrefixMiss, SamplingParams
 
@@ -125,7 +125,7 @@ def test_prompt_logprobs_match_an_independent_forward(max_tokens):
     run(reference, {str(cut): prompt[:cut] for cut in range(1, 70)}, greedy(max_tokens=1))
     for cut in range(1, 70):
         row = np.frombuffer(trace.of(str(cut))[0], np.float32)
-        assert scores[cut] == token_logprob(row, prompt[cut], 2)
+        assert [scores[cut]] == score(reference._loaded.ops, row[None], [0], [prompt[cut]], [2])
     assert len(output.token_ids) == max_tokens
     assert output.finish_reason == "length"
 

@@ -1,16 +1,22 @@
-"""The sampling twin: every parameter has an exact effect, and a draw depends on its row, seed, choice and position alone."""
+"""Sampling as requests ask for it, on every build there is: every parameter has an exact effect, all builds draw the same
+token, and a draw depends on its row, seed, choice and position alone."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.engine.sampler import SamplingState, pick, sample, sample_row, token_logprob, top_indices, uniform
-from kvist.request import Request, SamplingParams
+from helpers.machines import ISAS, make_ops
+from kvist.engine import sampler
+from kvist.engine.sampler import Sampled, SamplingState, TokenCounts
+from kvist.errors import EngineError
+from kvist.kernels.reference_sampling import random_share
+from kvist.request import Request, SamplingParams, TokenLogprob
 
 
 def state(params: SamplingParams, *, prompt=(0,), output=(), seed=0, choice=0, eos=frozenset(), vocab=8) -> SamplingState:
@@ -19,14 +25,44 @@ def state(params: SamplingParams, *, prompt=(0,), output=(), seed=0, choice=0, e
     return SamplingState.of(request, vocab)
 
 
+def sample(rows, states: list[SamplingState]) -> list[Sampled]:
+    """What all builds give alike."""
+    logits = np.asarray(rows, np.float32)
+    first, *others = [sampler.sample(make_ops(isa), logits, states) for isa in ISAS]
+    for other in others:
+        assert other == first
+    return first
+
+
+def score(row, token: int, num_top: int) -> TokenLogprob:
+    logits = np.asarray(row, np.float32)[None]
+    first, *others = [sampler.score(make_ops(isa), logits, [0], [token], [num_top]) for isa in ISAS]
+    for other in others:
+        assert other == first
+    return first[0]
+
+
+def draw_row(row, one: SamplingState) -> int:
+    (drawn,) = sample(np.asarray(row)[None], [one])
+    assert drawn.error is None
+    return drawn.token_id
+
+
 def draw(logits, params: SamplingParams, **keywords) -> int:
-    row = np.asarray(logits, np.float32)
-    return sample_row(row, state(params, vocab=len(row), **keywords))
+    return draw_row(logits, state(params, vocab=len(logits), **keywords))
 
 
-def support(logits, params: SamplingParams, draws: int = 300) -> set[int]:
-    row = np.asarray(logits, np.float32)
-    return {sample_row(row, state(params, seed=seed, vocab=len(row))) for seed in range(draws)}
+def draws(row, params: SamplingParams, number: int) -> list[int]:
+    """One for each seed."""
+    rows = np.broadcast_to(np.asarray(row, np.float32), (number, len(row)))
+    return [
+        one.token_id
+        for one in sample(np.ascontiguousarray(rows), [state(params, seed=seed, vocab=len(row)) for seed in range(number)])
+    ]
+
+
+def support(logits, params: SamplingParams, number: int = 300) -> set[int]:
+    return set(draws(logits, params, number))
 
 
 GREEDY = SamplingParams(temperature=0)
@@ -40,48 +76,30 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_a_tie():
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4])
 def test_tiny_temperatures_mean_greedy(temperature):
     params = SamplingParams(temperature=temperature)
-    assert support([0, 2.9, 1, 3], params, draws=50) == {3}
+    assert support([0, 2.9, 1, 3], params, number=50) == {3}
 
 
 def test_tiny_top_p_means_greedy():
-    assert support([0, 2, 1, 3], SamplingParams(top_p=0.0001), draws=50) == {3}
+    assert support([0, 2, 1, 3], SamplingParams(top_p=0.0001), number=50) == {3}
 
 
 def test_temperature_one_follows_the_distribution():
     probabilities = np.array([0.1, 0.2, 0.3, 0.4])
-    row, n = np.log(probabilities).astype(np.float32), 4000
-    counts = np.bincount([sample_row(row, state(SamplingParams(), seed=seed)) for seed in range(n)], minlength=4)
-    assert np.abs(counts / n - probabilities).max() < 0.02
+    counts = np.bincount(draws(np.log(probabilities), SamplingParams(), 4000), minlength=4)
+    assert np.abs(counts / 4000 - probabilities).max() < 0.02
 
 
 def test_temperature_sharpens():
-    row, n = np.log([0.2, 0.8]).astype(np.float32), 2000
-    ones = sum(sample_row(row, state(SamplingParams(temperature=0.5), seed=seed, vocab=2)) for seed in range(n))
-    assert abs(ones / n - 0.64 / 0.68) < 0.02
+    assert abs(np.mean(draws(np.log([0.2, 0.8]), SamplingParams(temperature=0.5), 2000)) - 0.64 / 0.68) < 0.02
 
 
 def test_inverse_cdf_in_order_of_ids():
-    """The drawn token is the first whose cumulative probability passes the uniform number."""
+    """The drawn token is the first whose cumulative probability passes the random number."""
     probabilities = np.array([0.1, 0.2, 0.3, 0.4])
-    row = np.log(probabilities).astype(np.float32)
     for seed in range(100):
-        expected = int(np.searchsorted(np.cumsum(probabilities), uniform(seed, 3, 5), side="right"))
-        assert sample_row(row, state(SamplingParams(), seed=seed, choice=3, output=[0] * 5)) == expected
-
-
-@given(st.lists(st.sampled_from([0.0, 1e-9, 0.25, 1.0]), min_size=1, max_size=600).filter(any), st.floats(0, 1, exclude_max=True))
-def test_pick_is_an_inverse_cdf_that_skips_what_weighs_nothing(weights, share):
-    place = pick(np.array(weights, np.float32), share)
-    assert weights[place] > 0
-    total = sum(weights)
-    assert sum(weights[:place]) <= share * total + 1e-9 * len(weights)
-    assert sum(weights[: place + 1]) >= share * total - 1e-9 * len(weights)
-
-
-def test_pick_at_both_ends():
-    weights = np.zeros(1000, np.float32)
-    weights[[300, 700]] = 1.0
-    assert [pick(weights, share) for share in (0.0, 0.4999, 0.5, 1 - 2**-53)] == [300, 300, 700, 700]
+        share = random_share(seed, 3, 5) * 2.0**-53
+        expected = int(np.searchsorted(np.cumsum(probabilities), share, side="right"))
+        assert draw(np.log(probabilities), SamplingParams(), seed=seed, choice=3, output=[0] * 5) == expected
 
 
 def test_top_k_keeps_exactly_k_ties_by_id():
@@ -104,9 +122,8 @@ def test_top_p_counts_what_top_k_left():
     assert support(row, SamplingParams(top_k=2, top_p=0.7)) == {0, 1}
 
 
-def test_top_p_beyond_the_first_slice_of_a_flat_vocabulary():
-    row = np.zeros(3000, np.float32)
-    drawn = {sample_row(row, state(SamplingParams(top_p=0.5), seed=seed, vocab=3000)) for seed in range(300)}
+def test_top_p_of_a_flat_vocabulary():
+    drawn = draws(np.zeros(3000), SamplingParams(top_p=0.5), 300)
     assert max(drawn) < 1500
     assert max(drawn) > 1400
 
@@ -147,7 +164,7 @@ def test_penalties_follow_the_growing_output():
     one = state(params)
     drawn = []
     for _ in range(4):
-        drawn.append(sample_row(np.float32([2, 1.5, 0, -9]), one))
+        drawn.append(draw_row([2, 1.5, 0, -9], one))
         one.request.output_token_ids.append(drawn[-1])
     assert drawn == [0, 1, 0, 1]
 
@@ -181,10 +198,9 @@ def mask_of(allowed, vocab: int) -> np.ndarray:
 def test_a_mask_leaves_only_what_it_allows(vocab):
     row = np.linspace(5, 0, vocab).astype(np.float32)
     one = state(GREEDY, vocab=vocab)
-    assert one.plain_greedy
+    assert one.adjustment() is None
     for allowed in ({1, 3}, {vocab - 1}, {2, vocab - 1}):
         one.mask = mask_of(allowed, vocab)
-        assert not one.plain_greedy
         assert sample(row[None], [one])[0].token_id == min(allowed)
     for params in (SamplingParams(temperature=5), SamplingParams(top_p=0.99), SamplingParams(logit_bias={0: 100.0}, top_k=3)):
         drawn = set()
@@ -216,7 +232,7 @@ def test_logprobs_are_of_the_distribution_before_the_mask():
 
 def test_nan_is_never_drawn():
     assert draw([math.nan, 1, 2, math.nan], GREEDY) == 2
-    assert support([math.nan, 1, 1, -math.inf], SamplingParams(), draws=50) == {1, 2}
+    assert support([math.nan, 1, 1, -math.inf], SamplingParams(), number=50) == {1, 2}
     assert draw([math.inf, 1, 2, 3], SamplingParams()) == 0
 
 
@@ -228,22 +244,20 @@ def test_a_row_without_a_number_fails_alone():
         assert [one.error is None for one in drawn] == [True, False, False, True]
 
 
-def test_a_draw_depends_on_seed_choice_and_position():
-    keys = [(seed, choice, position) for seed in (0, 1, -1, 2**64 - 1, 2**63) for choice in (0, 1) for position in (0, 1)]
-    values = {key: uniform(*key) for key in keys}
-    assert all(0 <= value < 1 for value in values.values())
-    assert values[(-1, 0, 0)] == values[(2**64 - 1, 0, 0)]
-    assert len(set(values.values())) == len(keys) - 4
-    assert uniform(7, 0, 3) == uniform(7, 0, 3)
-
-
-def test_uniform_is_philox_as_published():
-    """The generator is part of a seed's meaning. The word is the known answer of Random123 for counter 0 and key 0."""
-    assert uniform(0, 0, 0) == (0x16554D9ECA36314C >> 11) * 2.0**-53
-    assert [uniform(1, 0, 0), uniform(1, 2, 3)] == UNIFORMS
-
-
-UNIFORMS = [0.794901327418393, 0.6378219684004002]
+def test_seeds_are_taken_modulo_two_to_the_64():
+    row = np.zeros(1000)
+    assert draw(row, SamplingParams(), seed=-1) == draw(row, SamplingParams(), seed=2**64 - 1)
+    assert (
+        len(
+            {
+                draw(row, SamplingParams(), seed=seed, choice=choice, output=[0] * position)
+                for seed in (0, 2**63)
+                for choice in (0, 1)
+                for position in (0, 1)
+            }
+        )
+        == 8
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6))
@@ -276,11 +290,33 @@ def test_logprobs_are_of_the_raw_distribution():
 
 def test_ranks_of_ties_go_by_id():
     row = np.float32([1, 2, 2, 0])
-    assert [token_logprob(row, token, 0).rank for token in range(4)] == [3, 1, 2, 4]
-    assert token_logprob(row, 2, 0).top == ()
+    assert [score(row, token, 0).rank for token in range(4)] == [3, 1, 2, 4]
+    assert score(row, 2, 0).top == ()
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 45))
-def test_top_indices_are_a_stable_sort(values, k):
-    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
-    assert top_indices(np.array(values, np.float64), k).tolist() == expected
+def test_the_likeliest_are_those_of_a_stable_sort(values, count):
+    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+    assert [token for token, _ in score(values, 0, count).top] == expected
+
+
+def test_a_row_without_a_number_has_no_score():
+    with pytest.raises(EngineError, match="no finite number"):
+        score([math.nan, -math.inf], 0, 1)
+
+
+@given(st.lists(st.integers(0, 30), max_size=60), st.lists(st.integers(0, 30), max_size=80), st.integers(1, 7))
+def test_counts_grow_with_the_output(prompt, output, step):
+    counts = TokenCounts(prompt)
+    for end in [*range(0, len(output), step), len(output)]:
+        ids, times = counts.advance(output[:end])
+        assert sorted(ids.tolist()) == sorted({*prompt, *output[:end]})
+        assert {token: n for token, n in zip(ids.tolist(), times.tolist(), strict=True) if n} == Counter(output[:end])
+
+
+def test_a_state_that_cannot_be_lowered_fails_alone(monkeypatch):
+    states = [state(GREEDY) for _ in range(3)]
+    monkeypatch.setattr(states[1], "counts", object())
+    drawn = sample(np.float32([[0, 1, 2, 3]] * 3), states)
+    assert [one.error is None for one in drawn] == [True, False, True]
+    assert [drawn[0].token_id, drawn[2].token_id] == [3, 3]

@@ -18,6 +18,9 @@ struct Floats {
 struct Ints {
   __m256i lo, hi;
 };
+struct Doubles {
+  __m256d lo, hi;
+};
 
 template <class Lane, class Vector>
 struct Lanes {
@@ -61,12 +64,12 @@ inline __m256i cvtps_ph(Floats v, int rounding) {
   return _mm256_set_m128i(_mm256_cvtps_ph(v.hi, 8), _mm256_cvtps_ph(v.lo, 8));
 }
 
-// Only "greater or equal, ordered, quiet" is used.
+// Only "greater or equal" and "greater", ordered and quiet, are used.
 inline __mmask16 cmp_ps_mask(Floats a, Floats b, int predicate) {
-  if (predicate != _CMP_GE_OQ) std::abort();
+  if (predicate != _CMP_GE_OQ && predicate != _CMP_GT_OQ) std::abort();
   const Lanes<float, Floats> x(a), y(b);
   unsigned mask = 0;
-  for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(x.at[i] >= y.at[i]) << i;
+  for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(predicate == _CMP_GE_OQ ? x.at[i] >= y.at[i] : x.at[i] > y.at[i]) << i;
   return static_cast<__mmask16>(mask);
 }
 inline Floats maskz_mov_ps(__mmask16 mask, Floats v) {
@@ -76,6 +79,20 @@ inline Floats maskz_mov_ps(__mmask16 mask, Floats v) {
   return lanes.vector();
 }
 
+// Lanes of b where the bit is set, else of a.
+inline Floats mask_blend_ps(__mmask16 mask, Floats a, Floats b) {
+  Lanes<float, Floats> lanes(a);
+  const Lanes<float, Floats> other(b);
+  for (int i = 0; i < 16; ++i)
+    if (mask >> i & 1) lanes.at[i] = other.at[i];
+  return lanes.vector();
+}
+
+inline Doubles set1_pd(double v) { return {_mm256_set1_pd(v), _mm256_set1_pd(v)}; }
+inline Doubles add_pd(Doubles a, Doubles b) { return {_mm256_add_pd(a.lo, b.lo), _mm256_add_pd(a.hi, b.hi)}; }
+inline Doubles cvtps_pd(__m256 v) { return {_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1))}; }
+inline Ints castpd_si512(Doubles v) { return {_mm256_castpd_si256(v.lo), _mm256_castpd_si256(v.hi)}; }
+
 inline Ints loadu_si512(const void* p) {
   const auto* at = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
@@ -84,6 +101,7 @@ inline Ints set1_epi8(int v) { return {_mm256_set1_epi8(static_cast<char>(v)), _
 inline Ints set1_epi32(int v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
 inline Ints setzero_si512() { return set1_epi32(0); }
 inline Ints add_epi32(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline Ints add_epi64(Ints a, Ints b) { return {_mm256_add_epi64(a.lo, b.lo), _mm256_add_epi64(a.hi, b.hi)}; }
 inline Ints and_si512(Ints a, Ints b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 inline Ints slli_epi32(Ints v, int bits) { return {_mm256_slli_epi32(v.lo, bits), _mm256_slli_epi32(v.hi, bits)}; }
 inline Ints srli_epi16(Ints v, int bits) { return {_mm256_srli_epi16(v.lo, bits), _mm256_srli_epi16(v.hi, bits)}; }
@@ -119,6 +137,7 @@ inline Ints dpbusd_epi32(Ints sum, Ints a, Ints b) {
 
 #define __m512 emulated512::Floats
 #define __m512i emulated512::Ints
+#define __m512d emulated512::Doubles
 #define _mm512_loadu_ps emulated512::loadu_ps
 #define _mm512_storeu_ps emulated512::storeu_ps
 #define _mm512_set1_ps emulated512::set1_ps
@@ -140,11 +159,17 @@ inline Ints dpbusd_epi32(Ints sum, Ints a, Ints b) {
 #define _mm512_cvtps_ph emulated512::cvtps_ph
 #define _mm512_cmp_ps_mask emulated512::cmp_ps_mask
 #define _mm512_maskz_mov_ps emulated512::maskz_mov_ps
+#define _mm512_mask_blend_ps emulated512::mask_blend_ps
+#define _mm512_set1_pd emulated512::set1_pd
+#define _mm512_add_pd emulated512::add_pd
+#define _mm512_cvtps_pd emulated512::cvtps_pd
+#define _mm512_castpd_si512 emulated512::castpd_si512
 #define _mm512_loadu_si512 emulated512::loadu_si512
 #define _mm512_set1_epi8 emulated512::set1_epi8
 #define _mm512_set1_epi32 emulated512::set1_epi32
 #define _mm512_setzero_si512 emulated512::setzero_si512
 #define _mm512_add_epi32 emulated512::add_epi32
+#define _mm512_add_epi64 emulated512::add_epi64
 #define _mm512_and_si512 emulated512::and_si512
 #define _mm512_slli_epi32 emulated512::slli_epi32
 #define _mm512_srli_epi16 emulated512::srli_epi16

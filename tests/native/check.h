@@ -95,6 +95,7 @@ void simd_cases(Digest& digest);
 void row_cases(Digest& digest);
 void linear_cases(Digest& digest);
 void attention_cases(Digest& digest);
+void sampling_cases(Digest& digest);
 void pool_cases(Digest& digest);
 void program_cases(Digest& digest);
 

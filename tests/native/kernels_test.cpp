@@ -14,8 +14,9 @@ struct Set {
 };
 
 constexpr Set kSets[] = {
-    {"simd", native_test::simd_cases},           {"row", native_test::row_cases},   {"linear", native_test::linear_cases},
-    {"attention", native_test::attention_cases}, {"pool", native_test::pool_cases}, {"program", native_test::program_cases},
+    {"simd", native_test::simd_cases},           {"row", native_test::row_cases},           {"linear", native_test::linear_cases},
+    {"attention", native_test::attention_cases}, {"sampling", native_test::sampling_cases}, {"pool", native_test::pool_cases},
+    {"program", native_test::program_cases},
 };
 
 bool run(const std::string& name, native_test::Digest& digest) {

@@ -22,7 +22,7 @@ from kvist.kernels.cpu import REQUIRED_FLAGS
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 MODULE_ONLY = "module"
-SETS = ("simd", "row", "linear", "attention", "pool", "program")
+SETS = ("simd", "row", "linear", "attention", "sampling", "pool", "program")
 COMMON = ("-std=gnu++20", "-O1", "-g1", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -24,7 +24,7 @@ from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, H
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits, Runner
-from kvist.engine.sampler import Sampled, SamplingState, failure, sample, token_logprob
+from kvist.engine.sampler import Sampled, SamplingState, failure, sample, score
 from kvist.errors import InvalidRequestError
 from kvist.kernels.ops import F32, ForwardBatch
 from kvist.request import (
@@ -313,9 +313,12 @@ class Engine:
         num_top = choice.request.sampling_params.prompt_logprobs
         assert scores is not None
         assert num_top is not None
-        for row, position in enumerate(range(scored.start + 1, min(scored.start + 1 + len(scored.logits), len(prompt)))):
-            if scores[position] is None:
-                scores[position] = token_logprob(scored.logits[row], prompt[position], num_top)
+        end = min(scored.start + 1 + len(scored.logits), len(prompt))
+        missing = [position for position in range(scored.start + 1, end) if scores[position] is None]
+        rows, token_ids = [position - scored.start - 1 for position in missing], [prompt[position] for position in missing]
+        found = score(self._loaded.ops, scored.logits, rows, token_ids, [num_top] * len(missing))
+        for position, logprob in zip(missing, found, strict=True):
+            scores[position] = logprob
 
     def _draw(self, output: SchedulerOutput, logits: F32) -> dict[str, Sampled]:
         """A token for each request whose rows reach its end."""
@@ -326,7 +329,7 @@ class Engine:
         if constrained:
             self._masks.fill(constrained)
         states = [choice.sampling for choice in choices]
-        drawn = sample(logits, states)
+        drawn = sample(self._loaded.ops, logits, states)
         return {state.request.request_id: token for state, token in zip(states, drawn, strict=True)}
 
     def _advance(self, output: SchedulerOutput, drawn: Mapping[str, Sampled]) -> list[OutputDelta]:

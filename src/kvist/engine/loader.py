@@ -58,6 +58,7 @@ class Loaded:
     """What an `Engine` is made of."""
 
     config: EngineConfig
+    ops: Ops
     model: ForwardModel
     manager: KVMemory
     arena: Arena
@@ -98,7 +99,7 @@ def assemble(options: EngineOptions, packed: Packed, ops: Ops, tokenizer: Tokeni
     model = build_model(
         packed.config, packed.linears, packed.vectors, ops, memory.arena.blocks, config.spec, max_model_len=config.effective_max_len
     )
-    return Loaded(config, model, memory.manager, memory.arena, tokenizer, template)
+    return Loaded(config, ops, model, memory.manager, memory.arena, tokenizer, template)
 
 
 def _stages(name: str, report: Report | None) -> Callable[[str, int, int], None] | None:

@@ -21,6 +21,7 @@ from kvist.errors import ConfigError
 from kvist.kernels.native_program import NativeProgram
 from kvist.kernels.ops import F32, I32, AttentionParams, ForwardBatch, PackedLinear
 from kvist.kernels.program import Array, Call
+from kvist.kernels.sampling import ROW, Drawn, SampleBatch, Scores
 from kvist.kv.spec import KVSpec
 
 REQUIRED_FLAGS: dict[str, tuple[str, ...]] = {
@@ -193,3 +194,37 @@ class CpuOps:
 
     def record(self, calls: Sequence[Call], result: Array) -> NativeProgram:
         return NativeProgram(self._module.Program(self._machine), calls, result)
+
+    def sample(self, logits: F32, batch: SampleBatch) -> Drawn:
+        native = self._module.SampleBatch(batch.rows.view(np.uint8).reshape(len(batch.rows), ROW.itemsize))
+        for row, change in batch.adjustments.items():
+            native.adjust(
+                row,
+                change.mask,
+                change.bias_ids,
+                change.bias,
+                change.seen,
+                change.counts,
+                change.repetition,
+                change.frequency,
+                change.presence,
+            )
+        drawn = Drawn.empty(len(batch.rows))
+        self._machine.sample(logits, native, drawn.token_ids, drawn.outcomes)
+        return drawn
+
+    def score(self, logits: F32, rows: I32, token_ids: I32, tops: I32) -> Scores:
+        scores = Scores.empty(tops)
+        self._machine.score(
+            logits,
+            rows,
+            token_ids,
+            tops,
+            scores.logits,
+            scores.peaks,
+            scores.totals,
+            scores.ranks,
+            scores.top_ids,
+            scores.top_logits,
+        )
+        return scores

@@ -25,6 +25,7 @@ from kvist.kv.spec import KVSpec
 
 if TYPE_CHECKING:
     from kvist.kernels.program import Array, Call
+    from kvist.kernels.sampling import Drawn, SampleBatch, Scores
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -176,3 +177,9 @@ class Ops(Protocol):
 
     def record(self, calls: Sequence[Call], result: Array) -> Program:
         """A program of these calls, whose runs give the rows of `result`. Handles must be this machine's."""
+
+    def sample(self, logits: F32, batch: SampleBatch) -> Drawn:
+        """A token for each row of logits [R, vocabulary]. Defined in `reference_sampling.py`; the logits stay as they are."""
+
+    def score(self, logits: F32, rows: I32, token_ids: I32, tops: I32) -> Scores:
+        """Token token_ids[s] in the distribution of logits row rows[s], with its tops[s] likeliest tokens; s in [0, S)."""

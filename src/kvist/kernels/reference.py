@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvist.kernels import reference_sampling
 from kvist.kernels.ops import F32, GROUP, I32, AttentionParams, ForwardBatch, Ops, PackedLinear
 from kvist.kernels.packing import DENSE_DTYPES, unpack_quants
 from kvist.kernels.program import Array, Call, DirectProgram
 from kvist.kernels.reference_attention import ReferenceAttention, ReferenceCache, attend, bind_attention, rope_write
 from kvist.kernels.reference_math import Activations, decode, quantize_rows, rms_norm, silu
+from kvist.kernels.sampling import Drawn, SampleBatch, Scores
 from kvist.kv.spec import KVSpec
 
 KERNEL_VERSION = 1
@@ -185,6 +187,12 @@ class ReferenceOps:
 
     def record(self, calls: Sequence[Call], result: Array) -> DirectProgram:
         return DirectProgram(self, calls, result)
+
+    def sample(self, logits: F32, batch: SampleBatch) -> Drawn:
+        return reference_sampling.sample(logits, batch)
+
+    def score(self, logits: F32, rows: I32, token_ids: I32, tops: I32) -> Scores:
+        return reference_sampling.score(logits, rows, token_ids, tops)
 
     def _linear(self, x: F32, weight: ReferenceLinear, out: F32) -> None:
         """out = x @ weight.T + bias, tile by tile."""
