@@ -27,7 +27,7 @@ PEERS = ("llamacpp", *MODULES)
 READS_GGUF = ("llamacpp", "openvino")
 BEST_4_BIT = "Q4_0"
 ENVIRONMENT = {
-    "vllm": ("VLLM_CPU_KVCACHE_SPACE=4", "VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_LOGGING_LEVEL=ERROR", "HF_HUB_OFFLINE=1"),
+    "vllm": ("VLLM_CPU_KVCACHE_SPACE=2", "VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_LOGGING_LEVEL=ERROR", "HF_HUB_OFFLINE=1"),
     "transformers": ("HF_HUB_OFFLINE=1",),
 }
 """Settings that a peer reads from its environment only."""

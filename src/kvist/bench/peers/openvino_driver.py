@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-POOL_GIB = 4
+POOL_GIB = 2
 
 
 def load(setup: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], dict[str, Any]], dict[str, Any]]:
