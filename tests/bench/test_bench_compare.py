@@ -146,6 +146,20 @@ def test_decoding_cannot_be_told_without_the_time_of_the_first_token(tmp_path: P
     assert result.values["small", "b"] == [8.0]
 
 
+def test_an_interrupt_leaves_what_was_measured_and_no_process(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def report(message: str) -> None:
+        told.append(message)
+        if len(told) == 5:
+            raise KeyboardInterrupt
+
+    result = compare([contender(tmp_path, "kvist"), contender(tmp_path, "b")], [SMALL], 9, vocab_size=1000, report=report)
+    assert result.interrupted
+    assert {name: len(values) for (_, name), values in result.values.items()} == {"kvist": 3, "b": 2}
+    gone(pids_of(tmp_path))
+
+
 def test_a_program_that_is_not_there_is_a_reason(tmp_path: Path) -> None:
     missing = Contender("b", ("/nowhere/python",), tmp_path / "driver.py", {})
     with pytest.raises(SessionError, match=r"/nowhere/python cannot be run: No such file"):

@@ -38,6 +38,7 @@ def comparison() -> dict[str, Any]:
         "model": {"name": "m"},
         "rounds": 3,
         "num_threads": 2,
+        "interrupted": False,
         "roofline": None,
         "contenders": [
             {"name": "kvist", "weights": "Q4_1", "facts": {"version": "1", "isa": "avx2"}},
@@ -69,7 +70,7 @@ def test_markdown_has_medians_spread_ratio_and_reasons() -> None:
         "- could not run b, start: it broke",
         "- could not run c: not there",
     ]
-    assert len(footnotes(comparison())) == 5
+    assert footnotes({**comparison(), "interrupted": True}) == ["interrupted: not all rounds were run", *footnotes(comparison())]
 
 
 BOUND = {

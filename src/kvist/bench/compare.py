@@ -46,6 +46,8 @@ class Comparison:
     values: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    interrupted: bool = False
+    """The user ended it; the values are those measured until then."""
 
     def failed(self, contender: str, work: str) -> bool:
         return any(one.contender == contender and one.work in (None, work) for one in self.failures)
@@ -137,7 +139,7 @@ def compare(
     seed: int = SEED,
 ) -> Comparison:
     """Run `rounds` rounds of each work on each contender, in turn. A start is run once before its first round, uncounted, so that
-    files are in memory for all alike. `report` is told of each measurement."""
+    files are in memory for all alike. `report` is told of each measurement. An interrupt ends it early, with what was measured."""
     contest = Contest(works, contenders, vocab_size, timeout)
     result = contest.result
     draws = {work.name: random.Random(f"{seed}/{work.name}") for work in works}
@@ -158,6 +160,8 @@ def compare(
                         turn >= 0,
                         report,
                     )
+    except KeyboardInterrupt:
+        result.interrupted = True
     finally:
         contest.close()
     return result

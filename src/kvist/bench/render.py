@@ -67,14 +67,19 @@ def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for row in (report["roofline"] or {"works": []})["works"]:
             bounds.setdefault(row["work"], row)
         failures += [one for one in report["failures"] if one not in failures]
-    rows = {"works": list(works.values()), "failures": failures, "contenders": list(contenders.values())}
+    rows: dict[str, Any] = {"works": list(works.values()), "failures": failures, "contenders": list(contenders.values())}
+    rows["interrupted"] = any(report["interrupted"] for report in reports)
     return {**reports[0], **rows, "roofline": {"works": list(bounds.values())}}
 
 
 def footnotes(report: dict[str, Any]) -> list[str]:
     """What stands under the table: what each one ran, what could not be run, and the machine."""
     cpu = report["machine"]["cpu"]
-    lines = [f"{cpu['name']}, {cpu['usable_cores']} of {cpu['cores']} cores ({' '.join(cpu['flags'])}); load {report['load']}"]
+    cut = ["interrupted: not all rounds were run"] if report["interrupted"] else []
+    lines = [
+        *cut,
+        f"{cpu['name']}, {cpu['usable_cores']} of {cpu['cores']} cores ({' '.join(cpu['flags'])}); load {report['load']}",
+    ]
     for one in report["contenders"]:
         told = ", ".join(str(one["facts"][key]) for key in ("version", "isa") if key in one["facts"])
         lines.append(f"{one['name']}{f' {told}' if told else ''}: {one['weights']}")

@@ -100,6 +100,7 @@ def _run(
         "load": round(load, 2),
         "model": {"name": model.stem if engine.model != DEFAULT_MODEL else engine.model, "bytes": _size(model)},
         "rounds": rounds,
+        "interrupted": result.interrupted,
         "seed": SEED,
         "num_threads": engine.num_threads or available_cpus(),
         "contenders": [
@@ -172,6 +173,8 @@ def compare_command(
     if plot is not None:
         draw(report, plot)
     _print(report, as_json, as_markdown)
+    if report["interrupted"]:
+        raise KeyboardInterrupt
     if not any("kvist" in row["values"] for row in report["works"]):
         raise EngineError("kvist itself ran none of the works; the reasons stand above.")
 
