@@ -69,6 +69,7 @@ def config(*, max_model_len: int = 512, pool_tokens: int = 4096, max_num_seqs: i
         max_num_batched_tokens=64,
         enable_prefix_caching=True,
         kv_allocator="paged",
+        eviction_policy="lru",
         use_cache=True,
         watermark=0.0,
         isa="numpy",
@@ -131,6 +132,7 @@ class FakeEngine:
     started: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     salts: list[str] = field(default_factory=list)
+    priorities: list[int] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     template_arguments: list[dict[str, Any]] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=lambda: {"computed": 0, "prefix_hit": 0})
@@ -190,6 +192,7 @@ class FakeEngine:
             raise EngineStoppedError("The engine is shut down.")
         self.started.append(request_id)
         self.salts.append(cache_salt)
+        self.priorities.append(priority)
         self.forms.append(params.structured_outputs)
         self.prompts.append(prompt_token_ids)
         finished = False

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from kvist import __version__
 from kvist.errors import KvistError
-from kvist.server import chat, completions, failures, health, metrics, models
+from kvist.server import chat, completions, embeddings, failures, health, metrics, models, tokenization
 from kvist.server.abilities import Abilities
 from kvist.server.access import AccessLayer
 from kvist.server.auth import ApiKeyLayer
@@ -95,12 +95,11 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None, life:
         title="kvist",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.kvist = state
-    for room in (chat, completions, models, health, metrics):
+    for room in (chat, completions, tokenization, embeddings, models, health, metrics):
         app.include_router(room.router)
     failures.install(app)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]

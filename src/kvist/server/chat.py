@@ -28,6 +28,7 @@ from kvist.server.logprobs import TokenLabels, chat_entries
 from kvist.server.protocol import ChatRequest, parse_request
 from kvist.server.state import ServerState, state_of
 from kvist.server.streaming import GenerationResponse, Plan, dumps
+from kvist.server.tools import ToolUse
 
 router = APIRouter()
 
@@ -55,26 +56,8 @@ async def plan_chat(state: ServerState, body: ChatRequest, salt: str) -> Plan:
     model = state.check_model(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling(state.engine.config.model.vocab_size, max_tokens=body.budget, logprobs=logprobs)
-    if state.engine.chat_template is None:
-        raise InvalidRequestError("This model has no chat template; use /v1/completions.", param="messages")
-    for name in body.chat_template_kwargs:
-        if name in RESERVED_VARIABLES:
-            raise InvalidRequestError(
-                f"chat_template_kwargs cannot hold {name}; leave it out.", param=f"chat_template_kwargs.{name}"
-            )
-    many = len(body.messages) > MANY_MESSAGES
-    messages = await asyncio.to_thread(messages_of, body.messages) if many else messages_of(body.messages)
     tools = body.tool_use
-    messages, told = state.abilities.show_tools(messages, tools)
-    await state.check_size(sum(len(message["content"]) for message in messages), "messages")
-    add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    token_ids = await state.engine.render_chat(
-        messages,
-        add_generation_prompt=add_prompt,
-        continue_final_message=body.continue_final_message,
-        tools=told,
-        **{**state.abilities.effort_variables(body.reasoning_effort), **body.chat_template_kwargs},
-    )
+    token_ids = await render(state, body, tools)
     answering = await state.abilities.plan_answer(state.engine.tokenizer, token_ids, tools, body.form)
     params = replace(
         params,
@@ -86,6 +69,29 @@ async def plan_chat(state: ServerState, body: ChatRequest, salt: str) -> Plan:
     form = ChatFormat(request_id, model, state.engine.config.profile, state.labels, body, answering.reading)
     blamed = "tools" if body.form is None and answering.form is not None else body.form_field
     return Plan((job,), form, body.stream, body.usage_in_stream, blamed)
+
+
+async def render(state: ServerState, body: ChatRequest, tools: ToolUse | None) -> list[int]:
+    """A conversation as token ids. Raises InvalidRequestError."""
+    if state.engine.chat_template is None:
+        raise InvalidRequestError("This model has no chat template; use /v1/completions.", param="messages")
+    for name in body.chat_template_kwargs:
+        if name in RESERVED_VARIABLES:
+            raise InvalidRequestError(
+                f"chat_template_kwargs cannot hold {name}; leave it out.", param=f"chat_template_kwargs.{name}"
+            )
+    many = len(body.messages) > MANY_MESSAGES
+    messages = await asyncio.to_thread(messages_of, body.messages) if many else messages_of(body.messages)
+    messages, told = state.abilities.show_tools(messages, tools)
+    await state.check_size(sum(len(message["content"]) for message in messages), "messages")
+    add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    return await state.engine.render_chat(
+        messages,
+        add_generation_prompt=add_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=told,
+        **{**state.abilities.effort_variables(body.reasoning_effort), **body.chat_template_kwargs},
+    )
 
 
 def messages_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,10 +9,18 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
-from kvist.server.protocol import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest, GenerationRequest
+from kvist.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from kvist.server.tokenization import DetokenizeRequest, TokenizeRequest
+from kvist.server.unoffered import HARMLESS, NEUTRAL
 
-BODIES: dict[str, type[GenerationRequest]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
@@ -22,8 +30,9 @@ def describe(app: FastAPI) -> dict[str, Any]:
     for path, model in BODIES.items():
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas.update(schema.pop("$defs", {}))
-        schema["properties"] |= {name: {} for name in sorted(HARMLESS)}
-        schema["properties"] |= {name: {"enum": [*values, None]} for name, values in NEUTRAL.items()}
+        if issubclass(model, GenerationRequest):
+            neutral = {name: {"enum": [*values, None]} for name, values in NEUTRAL.items()}
+            schema["properties"] = {name: {} for name in sorted(HARMLESS)} | neutral | schema["properties"]
         schemas[model.__name__] = schema
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
         document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

@@ -14,34 +14,11 @@ from kvist.errors import InvalidRequestError
 from kvist.request import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from kvist.server.forms import GUIDED, requested_form
 from kvist.server.tools import ToolUse, requested_tools
+from kvist.server.unoffered import HARMLESS, INSTEAD, NEUTRAL
 
 MAX_PROMPTS = 1024
 
 UsageInStream = Literal["none", "last", "every chunk"]
-
-HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""Fields that describe the caller and change no answer; accepted and not used."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "prompt_cache_retention": ("in_memory",),
-    "reasoning_effort": ("none",),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Fields of OpenAI's that kvist does not offer, or on the other route only, with the values that ask for nothing."""
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -258,7 +235,7 @@ def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     return result
 
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 def parse_request(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
@@ -270,7 +247,8 @@ def parse_request(kind: type[RequestT], body: dict[str, Any]) -> RequestT:
             continue
         if name in NEUTRAL and name not in kind.model_fields:
             if not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL[name]):
-                raise InvalidRequestError(f"{name} with this value is not offered by this server; leave it out.", param=name)
+                remedy = INSTEAD.get(name, "leave it out")
+                raise InvalidRequestError(f"{name} with this value is not offered by this server; {remedy}.", param=name)
             continue
         if name not in known:
             raise InvalidRequestError(f"{name[:80]} is not a field that this server knows; leave it out.", param=name[:80])
