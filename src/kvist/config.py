@@ -20,10 +20,12 @@ from kvist.machine import available_memory
 
 KVFormat = Literal["bf16", "f16", "f32"]
 Isa = Literal["auto", "avx512", "avx2", "portable", "numpy"]
+SyncPolicy = Literal["always", "segment", "never"]
 Quantization = Literal["w8a8", "w4a8"]
 
 KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "f16", "f32")
 KV_ALLOCATORS = ("paged", "contiguous", "virtual")
+SYNC_POLICIES: tuple[SyncPolicy, ...] = ("always", "segment", "never")
 ISAS: tuple[Isa, ...] = ("auto", "avx512", "avx2", "portable", "numpy")
 QUANTIZATIONS: tuple[Quantization, ...] = ("w8a8", "w4a8")
 EVICTION_POLICIES = ("density", "lru")
@@ -110,6 +112,19 @@ class EngineOptions:
     seed: int | None = None
     use_cache: bool = True
     watermark: float = 0.01
+    kv_tiers: str | None = None
+    """Where blocks are kept besides the pool: "disk=20GiB:/path"."""
+    kv_tier_fsync: SyncPolicy = "segment"
+    """When what is written is forced to the disk: after each batch, when a segment is full, or when the system likes."""
+
+
+@dataclass(frozen=True)
+class DiskTier:
+    """`quota` bytes of `folder`; `sync`: when what is written is forced to the disk."""
+
+    quota: int
+    folder: Path
+    sync: SyncPolicy
 
 
 def require_one_of(value: str, allowed: tuple[str, ...], option: str) -> None:
@@ -154,6 +169,7 @@ class EngineConfig:
     profile: str
     num_threads: int
     seed: int | None
+    disk_tier: DiskTier | None = None
 
     @property
     def effective_max_len(self) -> int:
@@ -213,6 +229,7 @@ def check_options(options: EngineOptions) -> None:
             "kv_allocator=contiguous shares no prefixes: add --no-enable-prefix-caching (enable_prefix_caching=False), or choose "
             "paged or virtual."
         )
+    parse_tiers(options)
     if options.num_kv_blocks is not None and options.kv_cache_memory is not None:
         raise ConfigError("num_kv_blocks and kv_cache_memory both size the pool; give one of them.")
     if options.kv_cache_memory is not None:
@@ -271,6 +288,7 @@ def resolve(
         profile=profile,
         num_threads=num_threads,
         seed=options.seed,
+        disk_tier=parse_tiers(options),
     )
 
 
@@ -336,6 +354,29 @@ def parse_memory(value: str | int | float, *, free: int) -> int:
     raise ConfigError(
         f'kv_cache_memory takes bytes ("2GiB", 2147483648) or a share of the free memory ("40%", "0.4"), not {value!r}.'
     )
+
+
+def parse_tiers(options: EngineOptions) -> DiskTier | None:
+    """What `kv_tiers` asks for. Raises ConfigError, also for options that it cannot go with."""
+    require_one_of(options.kv_tier_fsync, SYNC_POLICIES, "kv_tier_fsync")
+    if options.kv_tiers is None:
+        return None
+    match = re.fullmatch(r"disk=([^:]+):(.+)", str(options.kv_tiers).strip())
+    if match is None:
+        raise ConfigError(f'kv_tiers takes one tier, "disk=SIZE:FOLDER" as in disk=20GiB:/path, not {options.kv_tiers!r}.')
+    if not options.enable_prefix_caching or not options.use_cache:
+        raise ConfigError(
+            "kv_tiers keeps prefixes, so it needs enable_prefix_caching and use_cache; leave it out, or turn them on."
+        )
+    if options.kv_allocator != "paged":
+        raise ConfigError(f"kv_tiers needs kv_allocator=paged: kv_allocator={options.kv_allocator} has no blocks to bring back.")
+    try:
+        quota = parse_memory(match[1], free=0)
+    except ConfigError:
+        quota = 0
+    if not quota:
+        raise ConfigError(f"kv_tiers takes a size in bytes, as in disk=20GiB:/path, not {match[1]!r}.")
+    return DiskTier(quota, Path(match[2]).expanduser(), options.kv_tier_fsync)
 
 
 def format_bytes(size: float) -> str:

@@ -63,6 +63,8 @@ def test_every_engine_option_has_its_flag() -> None:
         "seed": (["--seed", "5"], 5),
         "use_cache": (["--no-use-cache"], False),
         "watermark": (["--watermark", "0.2"], 0.2),
+        "kv_tiers": (["--kv-tiers", "disk=1GiB:/tmp/kvist-tier"], "disk=1GiB:/tmp/kvist-tier"),
+        "kv_tier_fsync": (["--kv-tier-fsync", "never"], "never"),
     }
     assert set(values) == {field.name for field in fields(EngineOptions)}
     for name, (flags, value) in values.items():

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvist.kv.kinds import Sizes, make_kv_memory
+from kvist.kv.manager import KVManager
 from kvist.kv.memory import MemoryPlan
 from kvist.kv.spec import KVGroup, KVSpec
 from kvist.request import Request, SamplingParams
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.policy import Policy
+from kvist.sched.prefetch import Prefetcher
 from kvist.sched.scheduler import Scheduler
 
 PAGE = 96
@@ -114,6 +116,7 @@ class Sim:
         watermark: float = 0.0,
         policy: Policy | None = None,
         allocator: str = "paged",
+        prefetcher: Callable[[KVManager], Prefetcher] | None = None,
     ) -> None:
         self.spec = make_spec(*windows, block_size=block_size)
         self.manager, num_ids = make_kv_memory(
@@ -122,6 +125,7 @@ class Sim:
             Sizes(num_blocks, max_model_len, max_num_seqs, PAGE),
             enable_prefix_caching=enable_prefix_caching and allocator != "contiguous",
             watermark=watermark,
+            tiered=prefetcher is not None,
         )
         self.scheduler = Scheduler(
             self.manager,
@@ -130,6 +134,7 @@ class Sim:
             max_model_len=max_model_len,
             use_cache=use_cache,
             policy=policy,
+            prefetcher=None if prefetcher is None else prefetcher(self.manager),
         )
         self.arena = Arena(self.spec, num_ids)
         self.requests: dict[str, Request] = {}

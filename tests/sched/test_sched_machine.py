@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -134,6 +135,8 @@ def check_story(kinds: list[EventKind], request: Request) -> None:
             assert kinds[0] == "started"
             kinds = kinds[1:]
     assert kinds.count("preempted") == request.num_preemptions
+    assert all(before == "preempted" for before, kind in pairwise(kinds) if kind == "swapped")
+    kinds = [kind for kind in kinds if kind != "swapped"]
     held_up = False
     for kind in kinds:
         assert held_up if kind == "resumed" else kind in ("preempted", "stalled")

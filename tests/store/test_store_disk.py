@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from helpers.disk import SIZE, abandon, get, item, names, open_store, payload_of, put
+from kvist.config import SyncPolicy
 from kvist.errors import ConfigError
 from kvist.store import segments
 from kvist.store.disk import MIN_SEGMENTS, DiskStore
-from kvist.store.recovery import SyncPolicy
 
 POLICIES: tuple[SyncPolicy, ...] = ("always", "segment", "never")
 SMALL = 24_000

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from helpers.disk import Crash, FaultyFiles, abandon, get, names, open_store, put
+from kvist.config import SyncPolicy
 from kvist.store.disk import MAX_FAILURES, DiskStore
-from kvist.store.recovery import SyncPolicy
 
 QUOTA = 6000
 """About 14 records, in segments of two."""

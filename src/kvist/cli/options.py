@@ -18,7 +18,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kvist.config import EVICTION_POLICIES, ISAS, KV_ALLOCATORS, KV_FORMATS, QUANTIZATIONS, EngineOptions, check_options
+from kvist.config import (
+    EVICTION_POLICIES,
+    ISAS,
+    KV_ALLOCATORS,
+    KV_FORMATS,
+    QUANTIZATIONS,
+    SYNC_POLICIES,
+    EngineOptions,
+    check_options,
+)
 from kvist.errors import UsageError
 from kvist.request import SamplingParams
 
@@ -174,6 +183,22 @@ _ENGINE: dict[str, Any] = {
     ],
     "watermark": Annotated[
         float, typer.Option(rich_help_panel="Scheduling", help="Share of the pool kept free when new requests are admitted.")
+    ],
+    "kv_tiers": Annotated[
+        str | None,
+        typer.Option(
+            metavar="disk=SIZE:FOLDER",
+            rich_help_panel="Memory",
+            help="Keep computed prefixes on disk too, across restarts: disk=20GiB:/path. One server to a folder.",
+        ),
+    ],
+    "kv_tier_fsync": Annotated[
+        str,
+        typer.Option(
+            metavar=_one_of(SYNC_POLICIES),
+            rich_help_panel="Memory",
+            help="When blocks are forced to the disk: with each batch, with each full segment file, or when the system likes.",
+        ),
     ],
 }
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from kvist.config import EngineOptions
 from kvist.engine.admission import check_request
-from kvist.engine.engine import Engine, EngineSnapshot
+from kvist.engine.engine import Engine
+from kvist.engine.snapshot import EngineSnapshot
 from kvist.engine.streams import Mailbox, Stream
 from kvist.errors import EngineStoppedError, InvalidRequestError, KvistError
 from kvist.request import OutputDelta, SamplingParams
@@ -110,6 +111,7 @@ class AsyncEngine:
             self._thread.join()
         else:
             self._close_streams("The engine is shut down.")
+        self._engine.close_tiers()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def generate(

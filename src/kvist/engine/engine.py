@@ -14,17 +14,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
 from kvist.engine.constraints import Constraint, Masks
-from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits, Runner
 from kvist.engine.sampler import Sampled, SamplingState, failure, sample, score
+from kvist.engine.snapshot import Counters, EngineSnapshot
 from kvist.errors import InvalidRequestError
 from kvist.kernels.ops import F32, ForwardBatch
 from kvist.request import (
@@ -44,42 +44,6 @@ FULLY_CHECKED_BLOCKS = 4096
 """A full check walks the pool; of a larger one only the count of free blocks is checked, so that the next request need not wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """The engine at one moment, frozen. Counts start at 0 with the engine and never shrink; times in seconds."""
-
-    num_running: int
-    num_waiting: int
-    blocks_by_state: Mapping[str, int]
-    """They add up to the pool. live: held by a request; cached: held by none, and still keeping a prefix; free: neither."""
-    kv_bytes: Mapping[str, int]
-    """reserved, committed, held, used, shared: `kv/memory.py` defines them."""
-    fragmentation: Mapping[str, float]
-    """internal and external, as shares."""
-    prompt_tokens_by_source: Mapping[str, int]
-    """computed, prefix_hit, disk_hit: each prompt token once, at its request's first admission."""
-    prefix_query_tokens: int
-    """Of these, the tokens of prompts that were looked up."""
-    generated_tokens: int
-    preemptions: int
-    recomputed_tokens: int
-    """Computed a second time, after a preemption."""
-    steps: int
-    failed_steps: int
-    failed_in_a_row: int
-    """The latest steps, as far as they failed."""
-    step_seconds: float
-    last_step_seconds: float
-    last_step_tokens: int
-    scheduler_seconds: float
-    step_times: HistogramSnapshot
-    batch_tokens: HistogramSnapshot
-    """Rows of a step."""
-    batch_requests: HistogramSnapshot
-    """Requests that had rows in a step."""
-    profile: str
-
-
 @dataclass
 class _Choice:
     """What the engine keeps of one running choice."""
@@ -88,32 +52,6 @@ class _Choice:
     output: ChoiceOutput
     sampling: SamplingState
     constraint: Constraint | None
-
-
-@dataclass
-class _Counters:
-    """What the scheduler does not count itself."""
-
-    generated_tokens: int = 0
-    steps: int = 0
-    failed_steps: int = 0
-    failed_in_a_row: int = 0
-    step_seconds: float = 0.0
-    last_step_seconds: float = 0.0
-    last_step_tokens: int = 0
-    scheduler_seconds: float = 0.0
-    step_times: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
-    batch_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_TOKENS))
-    batch_requests: Histogram = field(default_factory=lambda: Histogram(BATCH_REQUESTS))
-
-    def count_step(self, seconds: float, output: SchedulerOutput) -> None:
-        self.steps += 1
-        self.last_step_tokens = output.num_batched_tokens
-        self.last_step_seconds = seconds
-        self.step_seconds += seconds
-        self.step_times.observe(seconds)
-        self.batch_tokens.observe(output.num_batched_tokens)
-        self.batch_requests.observe(len(output.scheduled))
 
 
 class Engine:
@@ -133,7 +71,9 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             use_cache=config.use_cache,
+            prefetcher=None if loaded.tiers is None else loaded.tiers.prefetcher,
         )
+        self._tiers = loaded.tiers
         self._eos = self.tokenizer.eos_token_ids | set(config.model.eos_token_ids)
         self.grammars = GrammarCompiler(self.tokenizer, config.model.vocab_size, self._eos)
         self._masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
@@ -142,7 +82,7 @@ class Engine:
         self._choices: dict[str, _Choice] = {}
         self._requests: dict[str, set[str]] = {}
         self._pending: list[OutputDelta] = []
-        self._counters = _Counters()
+        self._counters = Counters()
 
     @classmethod
     def from_options(cls, options: EngineOptions, *, report: Callable[[str], None] | None = None) -> Engine:
@@ -151,7 +91,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._choices or self._pending)
+        """A tier that fills blocks is work too: nobody else would take them back from it."""
+        return bool(self._choices or self._pending or (self._tiers and self._tiers.num_restoring))
 
     def add_request(
         self,
@@ -227,14 +168,21 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Compute one batch. The deltas come in the scheduler's order, those of aborted requests first."""
         deltas, self._pending = self._pending, []
+        if self._tiers is not None:
+            self._tiers.receive()
         if not self._choices:
+            self._wait_for_tiers()
             return deltas
         counters, started = self._counters, self._clock()
         output = self.scheduler.schedule(started)
         counters.scheduler_seconds += self._clock() - started
         deltas += [self._choices[event.request_id].output.tell(event) for event in output.events]
+        if self._tiers is not None:
+            self._tiers.send(output.restores)
         if output.empty:
             self._loaded.arena.release(output.memory.releases)
+            if self._wait_for_tiers():
+                return deltas
             return deltas + self._fail(list(self._choices), "The scheduler found nothing that can run.")
         try:
             self._loaded.arena.release(output.memory.releases)
@@ -249,8 +197,19 @@ class Engine:
         else:
             counters.failed_in_a_row = 0
             deltas += self._advance(output, drawn)
-        counters.count_step(self._clock() - started, output)
+        seconds = self._clock() - started
+        counters.count_step(seconds, output)
+        if self._tiers is not None:
+            self._tiers.send()
+            self._tiers.measured(output.num_batched_tokens, seconds)
         return deltas
+
+    def _wait_for_tiers(self) -> bool:
+        """Nothing can be computed: wait a moment for blocks that are on their way; False if there are none."""
+        if self._tiers is None or not self._tiers.num_restoring:
+            return False
+        self._tiers.wait()
+        return True
 
     def drop_pending(self) -> None:
         """Forget the last deltas of aborted requests that nobody will read."""
@@ -258,7 +217,13 @@ class Engine:
 
     def close(self) -> None:
         """Give the KV memory back; the engine must not be used afterwards."""
+        self.close_tiers()
         self._loaded.arena.close()
+
+    def close_tiers(self) -> None:
+        """Bring what was computed to the disk, and give its folder free. No step may follow. Twice is harmless."""
+        if self._tiers is not None:
+            self._tiers.close()
 
     def check_idle(self) -> None:
         """With no request open every block must be free again; deciders of small pools check all they know. Asserts. Memory that is
@@ -294,6 +259,8 @@ class Engine:
             batch_tokens=counters.batch_tokens.snapshot(),
             batch_requests=counters.batch_requests.snapshot(),
             profile=self.config.profile,
+            preemption_records=self.scheduler.preemptions(),
+            tier=None if self._tiers is None else self._tiers.snapshot(stats.num_swaps),
         )
 
     def _score_prompts(self, output: SchedulerOutput, batch: ForwardBatch) -> dict[str, Sampled]:

@@ -16,6 +16,7 @@ from kvist.config import DTYPES, EngineConfig, EngineOptions, ModelConfig, check
 from kvist.engine.kernels import select_ops
 from kvist.engine.memory import make_memory
 from kvist.engine.runner import ForwardModel
+from kvist.engine.tiers import Tiers, open_disk_tier
 from kvist.kernels.ops import F32, Ops, PackedLinear
 from kvist.kv.block import make_key
 from kvist.kv.memory import KVMemory
@@ -64,6 +65,7 @@ class Loaded:
     arena: Arena
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tiers: Tiers | None = None
 
 
 def load(options: EngineOptions, *, report: Report | None = None) -> Loaded:
@@ -81,15 +83,25 @@ def load(options: EngineOptions, *, report: Report | None = None) -> Loaded:
     for note in packed.notes:
         warn(note)
     tokenizer, template = _load_text(packed.files)
-    loaded = assemble(options, packed, ops, tokenizer, template)
+    loaded = assemble(options, packed, ops, tokenizer, template, warn=warn)
     if report is not None:
         config = loaded.config
         report(f"Model {config.served_model_name} ({config.model.architecture}), isa {config.isa}, {config.num_threads} threads.")
         report(describe_pool(config))
+        if loaded.tiers is not None:
+            report(loaded.tiers.describe())
     return loaded
 
 
-def assemble(options: EngineOptions, packed: Packed, ops: Ops, tokenizer: Tokenizer, template: ChatTemplate | None) -> Loaded:
+def assemble(
+    options: EngineOptions,
+    packed: Packed,
+    ops: Ops,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    warn: Report | None = None,
+) -> Loaded:
     """Size the pool, and bind the model to it. Raises ConfigError and ModelFormatError."""
     formats = "+".join(sorted({linear.format for linear in packed.linears.values()}))
     profile = f"{ops.profile}/{formats}/{options.kv_cache_dtype}"
@@ -99,7 +111,11 @@ def assemble(options: EngineOptions, packed: Packed, ops: Ops, tokenizer: Tokeni
     model = build_model(
         packed.config, packed.linears, packed.vectors, ops, memory.arena.blocks, config.spec, max_model_len=config.effective_max_len
     )
-    return Loaded(config, ops, model, memory.manager, memory.arena, tokenizer, template)
+    # Last, as it takes the folder: whatever fails before leaves it free.
+    tiers = (
+        None if config.disk_tier is None else open_disk_tier(config.disk_tier, memory.manager, memory.arena.blocks, warn or _warn)
+    )
+    return Loaded(config, ops, model, memory.manager, memory.arena, tokenizer, template, tiers)
 
 
 def _stages(name: str, report: Report | None) -> Callable[[str, int, int], None] | None:

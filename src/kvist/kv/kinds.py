@@ -31,9 +31,10 @@ def make_kv_memory(
     key: bytes = b"",
     watermark: float = 0.01,
     eviction_policy: str = "density",
+    tiered: bool = False,
 ) -> tuple[KVMemory, int]:
-    """The memory, and how many block ids it hands out (so many blocks an arena must have). `key`, and `eviction_policy`
-    of paged blocks: see `KVManager`."""
+    """The memory, and how many block ids it hands out (so many blocks an arena must have). `key`, and `eviction_policy` and
+    `tiered` of paged blocks: see `KVManager`."""
     if allocator == "paged":
         paged = KVManager(
             spec,
@@ -42,6 +43,7 @@ def make_kv_memory(
             key=key,
             watermark=watermark,
             eviction_policy=eviction_policy,
+            tiered=tiered,
         )
         return paged, sizes.num_blocks
     if allocator == "contiguous":

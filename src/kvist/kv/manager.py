@@ -246,15 +246,14 @@ class KVManager:
                 self.tier.offer(group, hashes, block_ids)
         record.num_committed = full
 
-    def prepare_restore(self, restore: Restore, match: PrefixMatch) -> TransferPlan:
-        """Hold blocks for what a tier will bring. There must be as many free ones; those of the hit `match` are not among them."""
+    def prepare_restore(self, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
+        """Hold blocks for what a tier will bring, and none of the hit `match`; None, and nothing changed, when too few are free."""
         assert self.tier is not None
         hit = [block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]]
         self._pool.share(hit)
         taken = self._pool.take(len(restore.missing))
         self._pool.release(reversed(hit))
-        assert taken is not None, "a restore is prepared only if its blocks are there"
-        return self.tier.prepare(restore, taken)
+        return None if taken is None else self.tier.prepare(restore, taken)
 
     def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> None:
         """Enter what was brought into the prefix index, and let go of the plan's blocks."""

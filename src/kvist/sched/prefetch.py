@@ -66,6 +66,8 @@ class Prefetcher:
             self._waits[request.request_id] = _Wait(None)
             return None
         plan = manager.prepare_restore(restore, match)
+        if plan is None:
+            return None
         self._waits[request.request_id] = _Wait(plan.plan_id, restore.start, restore.stop, now + self._patience(restore))
         self._running_plans.add(plan.plan_id)
         return plan

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvist.config import SyncPolicy
 from kvist.errors import ConfigError
 from kvist.store import segments
 from kvist.store.files import Files
-from kvist.store.recovery import SyncPolicy, lock_folder, recover
+from kvist.store.recovery import lock_folder, recover
 from kvist.store.segments import RECORD_HEADER, SEGMENT_HEADER, TRAILER, Entry
 from kvist.store.tier import Item, StoreStats
 

@@ -13,15 +13,12 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
+from kvist.config import SyncPolicy
 from kvist.errors import ConfigError
 from kvist.store import segments
 from kvist.store.files import Files
 from kvist.store.segments import SEGMENT_HEADER, Entry
-
-SyncPolicy = Literal["always", "segment", "never"]
-"""When written blocks are forced to the disk: after each batch, when their segment is full, or when the system likes."""
 
 _NAME = re.compile(r"(\d{12})\.(seg|open)")
 

@@ -1,0 +1,76 @@
+"""What the engine lets others see of itself: frozen snapshots, and the counts that only it keeps. It decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
+from kvist.engine.tiers import TierSnapshot
+from kvist.sched.output import SchedulerOutput
+from kvist.sched.preemption import Preemption
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine at one moment, frozen. Counts start at 0 with the engine and never shrink; times in seconds."""
+
+    num_running: int
+    num_waiting: int
+    blocks_by_state: Mapping[str, int]
+    """They add up to the pool. live: held by a request; cached: held by none, and still keeping a prefix; free: neither."""
+    kv_bytes: Mapping[str, int]
+    """reserved, committed, held, used, shared: `kv/memory.py` defines them."""
+    fragmentation: Mapping[str, float]
+    """internal and external, as shares."""
+    prompt_tokens_by_source: Mapping[str, int]
+    """computed, prefix_hit, disk_hit: each prompt token once, at its request's first admission."""
+    prefix_query_tokens: int
+    """Of these, the tokens of prompts that were looked up."""
+    generated_tokens: int
+    preemptions: int
+    recomputed_tokens: int
+    """Computed a second time, after a preemption."""
+    steps: int
+    failed_steps: int
+    failed_in_a_row: int
+    """The latest steps, as far as they failed."""
+    step_seconds: float
+    last_step_seconds: float
+    last_step_tokens: int
+    scheduler_seconds: float
+    step_times: HistogramSnapshot
+    batch_tokens: HistogramSnapshot
+    """Rows of a step."""
+    batch_requests: HistogramSnapshot
+    """Requests that had rows in a step."""
+    profile: str
+    preemption_records: tuple[Preemption, ...] = ()
+    """The latest, oldest first."""
+    tier: TierSnapshot | None = None
+
+
+@dataclass
+class Counters:
+    """What the scheduler does not count itself."""
+
+    generated_tokens: int = 0
+    steps: int = 0
+    failed_steps: int = 0
+    failed_in_a_row: int = 0
+    step_seconds: float = 0.0
+    last_step_seconds: float = 0.0
+    last_step_tokens: int = 0
+    scheduler_seconds: float = 0.0
+    step_times: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
+    batch_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_TOKENS))
+    batch_requests: Histogram = field(default_factory=lambda: Histogram(BATCH_REQUESTS))
+
+    def count_step(self, seconds: float, output: SchedulerOutput) -> None:
+        self.steps += 1
+        self.last_step_tokens = output.num_batched_tokens
+        self.last_step_seconds = seconds
+        self.step_seconds += seconds
+        self.step_times.observe(seconds)
+        self.batch_tokens.observe(output.num_batched_tokens)
+        self.batch_requests.observe(len(output.scheduled))

@@ -1,0 +1,170 @@
+"""Copies blocks between the pool and a store behind it, off the engine thread: one thread writes, one reads.
+
+It carries out plans and decides nothing but what to drop when writing cannot keep up. `copy_out` copies to a bounded staging area
+before it returns, so the blocks may be reused at once; `fill` reads straight into the plan's blocks, which stay pinned until its
+`Filled` is out. What happened comes back as events, in order, when the engine thread asks. Invariants: each name that was copied
+out ends in one `Stored` or one `Lost`; each plan to fill ends in one `Filled`, whatever fails; nothing touches the pool after
+`close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.kv.tiers import TransferPlan
+from kvist.store.tier import BlockStore
+
+logger = logging.getLogger("kvist.tier")
+
+STAGING_BYTES = 64 << 20
+MIN_STAGED = 8
+WRITE_BATCH = 8
+"""Blocks that one write, and one fsync under the policy "always", may take together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    names: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    names: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    plan_id: int
+    filled: list[bool]
+    num_bytes: int
+    seconds: float
+
+
+Event = Stored | Lost | Filled
+
+
+class Transfers:
+    """`blocks` is the pool, uint8 [num_blocks, block_bytes]. The store is closed with it."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        blocks: npt.NDArray[np.uint8],
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._blocks, self._clock = store, blocks, clock
+        num_staged = max(MIN_STAGED, staging_bytes // blocks.shape[1])
+        self._staging = np.empty((num_staged, blocks.shape[1]), np.uint8)
+        self._free = deque(range(num_staged))
+        self._writes: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[TransferPlan | None] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        self._news = threading.Condition()
+        self.num_dropped = 0
+        """Blocks that were not written because the disk could not keep up."""
+        self.store_stats = store.stats()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(run,), name=f"kvist-tier-{name}", daemon=True)
+            for name, run in (("write", self._write), ("read", self._read))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The engine thread
+
+    def copy_out(self, plan: TransferPlan) -> None:
+        """Blocks that find no room in the staging area are dropped."""
+        dropped = []
+        for copy in plan.copies:
+            if self._free:
+                slot = self._free.popleft()
+                self._staging[slot] = self._blocks[copy.block_id]
+                self._writes.put((copy.name, slot))
+            else:
+                dropped.append(copy.name)
+        if dropped:
+            self.num_dropped += len(dropped)
+            self._tell(Lost(dropped))
+
+    def fill(self, plan: TransferPlan) -> None:
+        self._reads.put(plan)
+
+    def events(self) -> list[Event]:
+        """All that happened since the last call."""
+        with self._news:
+            events = list(self._events)
+            self._events.clear()
+        return events
+
+    def wait(self, seconds: float) -> None:
+        """Until there is an event, but no longer than this."""
+        with self._news:
+            self._news.wait_for(lambda: bool(self._events), seconds)
+
+    def close(self) -> None:
+        """Write all that was copied out, and stop. Twice is harmless."""
+        if self._threads:
+            self._writes.put(None)
+            self._reads.put(None)
+            for thread in self._threads:
+                thread.join()
+            self._threads = []
+            self._store.close()
+            self.store_stats = self._store.stats()
+
+    # The threads
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException:
+            logger.exception("A thread of the disk tier ends.")
+            raise
+
+    def _write(self) -> None:
+        going = True
+        while going:
+            batch = [self._writes.get()]
+            while len(batch) < WRITE_BATCH and batch[-1] is not None and not self._writes.empty():
+                batch.append(self._writes.get())
+            going = batch[-1] is not None
+            self._put([item for item in batch if item is not None])
+
+    def _put(self, batch: list[tuple[bytes, int]]) -> None:
+        try:
+            kept = set(self._store.put([(name, memoryview(self._staging[slot])) for name, slot in batch]))
+        except Exception:
+            logger.exception("Blocks could not be written to the disk tier.")
+            kept = set()
+        self._free.extend(slot for _, slot in batch)
+        lost = [*self._store.take_lost(), *(name for name, _ in batch if name not in kept)]
+        self._tell(Lost(lost), Stored([name for name, _ in batch if name in kept]))
+
+    def _read(self) -> None:
+        while (plan := self._reads.get()) is not None:
+            started = self._clock()
+            try:
+                filled = self._store.get([(copy.name, memoryview(self._blocks[copy.block_id])) for copy in plan.copies])
+            except Exception:
+                logger.exception("Blocks could not be read from the disk tier.")
+                filled = [False] * len(plan.copies)
+            seconds = self._clock() - started
+            lost = self._store.take_lost()
+            self._tell(Lost(lost), Filled(plan.plan_id, filled, sum(filled) * self._blocks.shape[1], seconds))
+
+    def _tell(self, *events: Event) -> None:
+        self.store_stats = self._store.stats()
+        with self._news:
+            self._events.extend(event for event in events if isinstance(event, Filled) or event.names)
+            self._news.notify()

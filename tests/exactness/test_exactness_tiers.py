@@ -1,0 +1,223 @@
+"""Law L1 behind the pool: what comes back from the disk tier gives the bits of the cold run, after a restart, a swap or damage.
+
+Each test asserts that its event happened: blocks were stored, read, swapped, damaged.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.tiny_engine import ISAS, Trace, run, run_one, tiny_engine, trace_logits
+from kvist.engine.engine import Engine
+from kvist.errors import ConfigError
+from kvist.kv.tiers import TierRates
+from kvist.request import SamplingParams
+
+WINDOWED = (8, 24, 8, 24, 8, None)
+MODELS: Mapping[str, Mapping[str, Any]] = {"w4a8": {"weights": "w4a8"}, "windowed": {"weights": "w8a8", "windows": WINDOWED}}
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+EVERY = [(isa, model) for isa in ISAS for model in MODELS if isa != "numpy" or model == "windowed"]
+everywhere = pytest.mark.parametrize(("isa", "model"), EVERY)
+
+
+def prompt(size: int, salt: int = 0) -> list[int]:
+    rng = random.Random(1000 * size + salt)
+    return [rng.randrange(3, 270) for _ in range(size)]
+
+
+def make(isa: str, model: str, folder: Path | None, **options: Any) -> tuple[Engine, Trace]:
+    tier = {} if folder is None else {"kv_tiers": f"disk=64MiB:{folder}"}
+    engine = tiny_engine(isa, **{"num_kv_blocks": 200, "max_num_batched_tokens": 32, **MODELS[model], **tier, **options})
+    return engine, trace_logits(engine)
+
+
+def settle(engine: Engine) -> None:
+    """Until all that was copied out is on the disk."""
+    tiers = engine._tiers
+    assert tiers is not None
+    deadline = time.monotonic() + 20
+    while any(tiers._decider._storing) and time.monotonic() < deadline:
+        tiers.wait()
+        tiers.receive()
+    assert not any(tiers._decider._storing)
+
+
+def cold(isa: str, model: str, tokens: list[int], params: SamplingParams = GREEDY) -> tuple[list[bytes], str]:
+    engine, trace = make(isa, model, None, enable_prefix_caching=False)
+    text = run_one(engine, tokens, params).text
+    return trace.of("one"), text
+
+
+@everywhere
+@pytest.mark.parametrize("size", [17, 100, 113])
+def test_a_restart_hits_with_the_bits_of_the_cold_run(isa: str, model: str, size: int, tmp_path: Path) -> None:
+    tokens = prompt(size)
+    rows, text = cold(isa, model, tokens)
+    engine, _ = make(isa, model, tmp_path)
+    assert run_one(engine, tokens, GREEDY).text == text
+    engine.close()
+    again, trace = make(isa, model, tmp_path)
+    output = run_one(again, tokens, GREEDY)
+    assert output.text == text
+    assert trace.of("one") == rows
+    whole = (size - 1) // 16 * 16
+    assert output.usage.prompt_tokens_by_source == {"computed": size - whole, "prefix_hit": 0, "disk_hit": whole}
+    assert again.snapshot().prompt_tokens_by_source["disk_hit"] == whole
+    # Once more: now it is on the device.
+    trace.rows.clear()
+    output = run_one(again, tokens, GREEDY)
+    assert (trace.of("one"), output.usage.num_disk_tokens, output.usage.num_cached_tokens) == (rows, 0, whole)
+    again.close()
+
+
+@everywhere
+def test_what_the_pool_forgot_comes_back(isa: str, model: str, tmp_path: Path) -> None:
+    """More prompts than the pool holds, twice: the second round finds the first one's blocks on the disk."""
+    prompts = {f"r{number}": prompt(90, number) for number in range(6)}
+    expected = {name: cold(isa, model, tokens) for name, tokens in prompts.items()}
+    engine, trace = make(isa, model, tmp_path, num_kv_blocks=20 if model == "w4a8" else 60)
+    disk_hits = 0
+    for _ in range(2):
+        for name, tokens in prompts.items():
+            trace.rows.clear()
+            output = run_one(engine, tokens, GREEDY)
+            assert (trace.of("one"), output.text) == expected[name]
+            disk_hits += output.usage.num_disk_tokens
+            settle(engine)
+            assert engine._tiers is not None
+            engine._tiers._decider.rates = TierRates(10**9, 1)
+    assert disk_hits >= 4 * 80
+    engine.close()
+
+
+@everywhere
+@pytest.mark.parametrize("kind", ["swap", "recompute"])
+def test_swap_equals_plain(isa: str, model: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvist.kv import tiers
+
+    monkeypatch.setattr(tiers, "restore_is_cheaper", lambda *_: kind == "swap")
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = {f"r{number}": prompt(20, number) for number in range(4)}
+    plain = {name: cold(isa, model, tokens, params) for name, tokens in prompts.items()}
+    engine, trace = make(isa, model, tmp_path, num_kv_blocks=14 if model == "w4a8" else 36, watermark=0.0)
+    outputs = run(engine, prompts, params)
+    for name in prompts:
+        assert (trace.of(name), outputs[name].text) == plain[name]
+    snapshot = engine.snapshot()
+    assert snapshot.preemptions > 0
+    assert {record.kind for record in snapshot.preemption_records} == {kind}
+    assert len(snapshot.preemption_records) == snapshot.preemptions
+    assert all(record.stall is not None for record in snapshot.preemption_records)
+    assert snapshot.tier is not None
+    assert snapshot.tier.swaps == (snapshot.preemptions if kind == "swap" else 0)
+    engine.close()
+
+
+@everywhere
+def test_damaged_files_cost_time_and_no_bit(isa: str, model: str, tmp_path: Path) -> None:
+    tokens = prompt(100)
+    rows, text = cold(isa, model, tokens)
+    engine, _ = make(isa, model, tmp_path)
+    run_one(engine, tokens, GREEDY)
+    engine.close()
+    path = next(tmp_path.glob("0*.seg"))
+    data = bytearray(path.read_bytes())
+    for at in range(100, len(data) // 2, 200):
+        data[at] ^= 1
+    path.write_bytes(data)
+    again, trace = make(isa, model, tmp_path)
+    output = run_one(again, tokens, GREEDY)
+    assert (trace.of("one"), output.text) == (rows, text)
+    assert output.usage.num_cached_tokens < 96
+    snapshot = again.snapshot()
+    assert snapshot.tier is not None
+    assert snapshot.tier.store.damaged_blocks > 0
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": "w8a8"},
+        {"model": {"layers": 3}},
+        {"block_size": 32},
+        {"kv_cache_dtype": "f16"},
+        {"isa": "portable"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_changes_the_bits_never_hits(change: dict[str, Any], tmp_path: Path) -> None:
+    tokens = prompt(100)
+    engine = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
+    run_one(engine, tokens, GREEDY)
+    engine.close()
+    changed = tiny_engine(**{"isa": "numpy", "kv_tiers": f"disk=64MiB:{tmp_path}", **change})
+    assert changed._tiers is not None
+    assert run_one(changed, tokens, GREEDY).usage.num_cached_tokens == 0
+    changed.close()
+    back = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
+    assert run_one(back, tokens, GREEDY).usage.num_disk_tokens == 96, "the other's blocks lie beside its own"
+    back.close()
+
+
+def test_a_salt_is_its_own_on_the_disk_too(tmp_path: Path) -> None:
+    tokens = prompt(100)
+    hits = []
+    for salt in ("a", "b", "a"):
+        engine = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
+        engine.add_request("one", tokens, GREEDY, cache_salt=salt)
+        usage = None
+        while engine.has_work:
+            for delta in engine.step():
+                usage = delta.usage or usage
+        assert usage is not None
+        hits.append(usage.num_disk_tokens)
+        engine.close()
+    assert hits == [0, 0, 96]
+
+
+def test_an_aborted_request_leaves_no_block_pinned(tmp_path: Path) -> None:
+    tokens = prompt(100)
+    engine, _ = make("numpy", "w4a8", tmp_path)
+    run_one(engine, tokens, GREEDY)
+    engine.close()
+    again, _ = make("numpy", "w4a8", tmp_path)
+    again.add_request("one", tokens, GREEDY)
+    again.step()
+    again.abort("one", unread=True)
+    while again.has_work:
+        again.step()
+    again.check_idle()
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_tiers": "20GiB"}, "kv_tiers takes one tier"),
+        ({"kv_tiers": "disk=many:/tmp"}, "takes a size in bytes"),
+        ({"kv_tiers": "disk=0.5:/tmp"}, "takes a size in bytes"),
+        ({"kv_tiers": "disk=1GiB:/tmp/x", "enable_prefix_caching": False}, "needs enable_prefix_caching"),
+        ({"kv_tiers": "disk=1GiB:/tmp/x", "kv_allocator": "virtual"}, "needs kv_allocator=paged"),
+        ({"kv_tiers": "disk=1000B:{folder}"}, "less than the 8 blocks"),
+        ({"kv_tier_fsync": "sometimes"}, "kv_tier_fsync must be one of"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    options = {name: value.format(folder=tmp_path) if isinstance(value, str) else value for name, value in options.items()}
+    with pytest.raises(ConfigError, match=message):
+        tiny_engine("numpy", **options)
+
+
+def test_a_second_engine_on_one_folder_is_refused(tmp_path: Path) -> None:
+    engine = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
+    with pytest.raises(ConfigError, match="in use by another kvist"):
+        tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
+    engine.close()
+    tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}").close()

@@ -1,0 +1,107 @@
+"""A pretended engine with a pretended disk tier, for tests of the deciders without a model.
+
+Bytes are the fingerprints of `helpers.deciders.Arena`. Copies out are carried out at once, as the engine does it; what was stored,
+lost or filled is told some steps later, in part, by a seeded generator: stores may be dropped, kept blocks lost, fills may fail and
+then leave rubbish in the block.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from helpers.deciders import Sim
+from kvist.kv.manager import KVManager
+from kvist.kv.tiers import TierRates, TransferPlan
+from kvist.sched.output import SchedulerOutput
+from kvist.sched.prefetch import Prefetcher
+
+
+class TieredSim(Sim):
+    """`latency`: the most steps that a fill takes; `trouble`: the share of blocks that are dropped, lost or damaged."""
+
+    def __init__(self, *windows: int | None, latency: int = 2, trouble: float = 0.0, seed: int = 0, **options: Any) -> None:
+        def make(manager: KVManager) -> Prefetcher:
+            assert manager.tier is not None
+            self.tier = manager.tier
+            self.prefetcher = Prefetcher(manager)
+            return self.prefetcher
+
+        super().__init__(*windows, prefetcher=make, **options)
+        self.rng = random.Random(seed)
+        self.latency, self.trouble = latency, trouble
+        self.disk: dict[bytes, list[int | None]] = {}
+        self.under_way: list[tuple[int, TransferPlan]] = []
+        self.num_filled = self.num_failed = self.num_waits = 0
+
+    def set_rates(self, read: int | None, tokens: int | None) -> None:
+        self.tier.rates = TierRates(read, tokens)
+
+    def copy_out(self) -> None:
+        plan = self.tier.take_offers()
+        if plan is None:
+            return
+        for copy in plan.copies:
+            assert copy.name not in self.disk, "a block is written once"
+            if self.rng.random() < self.trouble:
+                self.tier.lost([copy.name])
+                continue
+            self.disk[copy.name] = list(self.arena.slots[copy.block_id])
+            assert None not in self.disk[copy.name]
+            self.tier.stored([copy.name])
+
+    def deliver(self, *, everything: bool = False) -> None:
+        late, self.under_way = self.under_way, []
+        for steps, plan in late:
+            if steps > 0 and not everything:
+                self.under_way.append((steps - 1, plan))
+                continue
+            filled = []
+            for copy in plan.copies:
+                good = copy.name in self.disk and self.rng.random() >= self.trouble
+                self.arena.slots[copy.block_id] = list(self.disk[copy.name]) if good else [0] * self.spec.block_size
+                filled.append(good)
+            self.num_filled += sum(filled)
+            self.num_failed += len(filled) - sum(filled)
+            self.prefetcher.complete(plan.plan_id, filled)
+        if self.disk and self.rng.random() < self.trouble:
+            name = self.rng.choice(sorted(self.disk))
+            del self.disk[name]
+            self.tier.lost([name])
+
+    def step(self, between: Callable[[], None] | None = None) -> SchedulerOutput:
+        self.deliver()
+        self.now += 1.0
+        output = self.scheduler.schedule(self.now)
+        self.outputs.append(output)
+        self.copy_out()
+        for plan in output.restores:
+            for copy in plan.copies:
+                # What a reader may leave there at any moment.
+                self.arena.slots[copy.block_id] = [0] * self.spec.block_size
+            self.under_way.append((self.rng.randint(0, self.latency), plan))
+        if output.empty:
+            assert self.prefetcher.num_restoring, "a step without rows waits for a tier"
+            self.num_waits += 1
+        sampled = self.arena.run(self.requests, output)
+        if between is not None:
+            between()
+        self.scheduler.update(output, sampled)
+        self.copy_out()
+        for item in output.scheduled:
+            request = self.requests[item.request_id]
+            scored = request.max_tokens == 0 and request.num_computed_tokens == request.num_tokens
+            if not request.finished and (scored or len(request.output_token_ids) == request.max_tokens > 0):
+                self.scheduler.finish(item.request_id, "length")
+        return output
+
+    def run(self, limit: int = 100_000, *, check: bool = True) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                self.deliver(everything=True)
+                return
+            self.step()
+            if check:
+                self.scheduler.check_invariants()
+        raise AssertionError(f"still working after {limit} steps")

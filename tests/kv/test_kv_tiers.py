@@ -1,0 +1,168 @@
+"""The books of a tier: what is offered, what a hit could be lengthened by, and the cost model, on integers."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.deciders import make_request, make_spec
+from kvist.kv.block import BlockHash
+from kvist.kv.manager import KVManager
+from kvist.kv.tiers import PATIENCE, Restore, TierDecider, TierRates, name_of, parse_name, restore_is_cheaper
+from kvist.request import Request
+
+A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
+
+
+def test_names_say_hash_and_group() -> None:
+    assert parse_name(name_of(3, A)) == (3, A)
+    assert len({name_of(0, A), name_of(1, A), name_of(0, B)}) == 3
+
+
+def test_a_block_is_offered_once_while_it_is_there_or_on_its_way() -> None:
+    tier = TierDecider(2, 100)
+    tier.offer(0, [A, B], [7, 8])
+    tier.offer(0, [A], [9])
+    tier.offer(1, [A], [5])
+    plan = tier.take_offers()
+    assert plan is not None
+    assert [(copy.block_hash, copy.group, copy.block_id) for copy in plan.copies] == [(A, 0, 7), (B, 0, 8), (A, 1, 5)]
+    assert tier.take_offers() is None
+    tier.stored([name_of(0, A)])
+    tier.offer(0, [A, B], [1, 2])
+    assert tier.take_offers() is None, "one is there, the other on its way"
+    tier.lost([name_of(0, A), name_of(0, B)])
+    tier.offer(0, [A, B], [1, 2])
+    again = tier.take_offers()
+    assert again is not None
+    assert [copy.block_id for copy in again.copies] == [1, 2]
+    tier.check_invariants()
+
+
+def test_names_of_other_models_are_passed_over() -> None:
+    """A folder may hold blocks of a model with more groups."""
+    tier = TierDecider(1, 100)
+    tier.stored([name_of(5, A), name_of(0, B)])
+    tier.lost([name_of(5, A)])
+    assert not tier.keeps(0, A)
+    assert tier.keeps(0, B)
+
+
+@given(st.integers(1, 10**12), st.integers(1, 10**7), st.integers(0, 10**12), st.integers(1, 10**6))
+def test_the_cheaper_of_the_two(read: int, tokens: int, num_bytes: int, num_tokens: int) -> None:
+    rates = TierRates(read, tokens)
+    assert restore_is_cheaper(rates, num_bytes, num_tokens) == (num_bytes * tokens < num_tokens * read)
+    assert not restore_is_cheaper(rates, num_bytes, 0)
+
+
+def test_what_was_never_measured_is_tried() -> None:
+    assert restore_is_cheaper(TierRates(None, 10), 1 << 60, 1)
+    assert restore_is_cheaper(TierRates(10, None), 1 << 60, 1)
+
+
+def test_after_many_refusals_one_is_tried() -> None:
+    tier = TierDecider(1, 1000)
+    tier.rates = TierRates(read_bytes_per_second=1, tokens_per_second=1000)
+    restore = Restore(0, 16, ((0, A),))
+    assert [tier.is_worth_it(restore) for _ in range(2 * PATIENCE)] == [*[False] * (PATIENCE - 1), True] * 2
+    assert tier.num_refused == 2 * (PATIENCE - 1)
+    tier.rates = TierRates(read_bytes_per_second=10**9, tokens_per_second=1000)
+    assert tier.is_worth_it(restore)
+
+
+def computed(manager: KVManager, request: Request) -> None:
+    """All but the last token of a request that holds nothing."""
+    manager.add(request)
+    assert manager.allocate(request, request.num_tokens)
+    request.num_computed_tokens = request.num_tokens
+    manager.commit(request)
+
+
+def test_a_restore_lengthens_the_hit_by_what_the_device_lacks() -> None:
+    manager = KVManager(make_spec(None, 8, block_size=4), 40, watermark=0.0, tiered=True)
+    assert manager.tier is not None
+    first = make_request("first", range(17))
+    computed(manager, first)
+    plan = manager.tier.take_offers()
+    assert plan is not None
+    assert len(plan.copies) == 2 * 4
+    manager.free(first)
+    other = KVManager(make_spec(None, 8, block_size=4), 40, watermark=0.0, tiered=True)
+    assert other.tier is not None
+    other.tier.stored(copy.name for copy in plan.copies)
+    request = make_request("again", range(20))
+    other.add(request)
+    match = other.match(request)
+    restore = other.restorable(request, match)
+    assert restore is not None
+    # The windowed group needs the last two blocks alone: a row at 16 sees 9 to 16.
+    assert (restore.start, restore.stop, [group for group, _ in restore.missing]) == (0, 16, [0, 0, 0, 1, 0, 1])
+    filling = other.prepare_restore(restore, match)
+    assert filling is not None
+    assert other.num_free_blocks == 34
+    assert sorted(other.tier.pinned()) == sorted(copy.block_id for copy in filling.copies)
+    assert other.match(request).num_tokens == 0, "not before it is complete"
+    other.check_invariants()
+    other.complete_restore(filling.plan_id, [True] * 6)
+    assert other.num_free_blocks == 40
+    assert other.match(request).num_tokens == 16
+    assert other.restorable(request, other.match(request)) is None
+    other.check_invariants()
+
+
+def test_a_restore_that_fails_in_part_gives_what_came() -> None:
+    manager = KVManager(make_spec(block_size=4), 10, watermark=0.0, tiered=True)
+    assert manager.tier is not None
+    first = make_request("first", range(17))
+    computed(manager, first)
+    plan = manager.tier.take_offers()
+    assert plan is not None
+    other = KVManager(make_spec(block_size=4), 10, watermark=0.0, tiered=True)
+    assert other.tier is not None
+    other.tier.stored(copy.name for copy in plan.copies)
+    request = make_request("again", range(17))
+    other.add(request)
+    restore = other.restorable(request, other.match(request))
+    assert restore is not None
+    filling = other.prepare_restore(restore, other.match(request))
+    assert filling is not None
+    other.complete_restore(filling.plan_id, [True, True, False, True])
+    assert other.match(request).num_tokens == 8
+    assert other.usage().cached == 3
+    other.check_invariants()
+
+
+def test_a_hit_on_the_device_is_not_evicted_for_its_own_continuation() -> None:
+    manager = KVManager(make_spec(block_size=4), 5, watermark=0.0, tiered=True)
+    assert manager.tier is not None
+    short = make_request("short", range(9))
+    computed(manager, short)
+    manager.free(short)
+    names = [name_of(0, BlockHash(bytes(32)))]
+    long = make_request("long", range(21))
+    manager.add(long)
+    assert manager.match(long).num_tokens == 8
+    hashes = manager._records["long"].hashes
+    manager.tier.stored([*names, *(name_of(0, block_hash) for block_hash in hashes[2:])])
+    match = manager.match(long)
+    restore = manager.restorable(long, match)
+    assert restore is not None
+    assert (restore.start, restore.stop) == (8, 20)
+    plan = manager.prepare_restore(restore, match)
+    assert plan is not None
+    assert manager.match(long).num_tokens == 8, "three of the five blocks were taken, and not these two"
+    manager.complete_restore(plan.plan_id, [True] * 3)
+    assert manager.match(long).num_tokens == 20
+
+
+def test_prompt_scores_restore_nothing() -> None:
+    manager = KVManager(make_spec(block_size=4), 10, watermark=0.0, tiered=True)
+    assert manager.tier is not None
+    first = make_request("first", range(17))
+    computed(manager, first)
+    plan = manager.tier.take_offers()
+    assert plan is not None
+    manager.tier.stored(copy.name for copy in plan.copies)
+    scored = make_request("scored", range(17), prompt_logprobs=0)
+    manager.add(scored)
+    assert manager.restorable(scored, manager.match(scored)) is None

@@ -1,0 +1,175 @@
+"""A tier behind the pool: restarts hit, swap instead of computing, nobody starves, and no row ever reads what a fill has left."""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar
+
+import pytest
+from hypothesis import settings
+from test_sched_machine import SchedulerMachine, alone
+
+from helpers.deciders_tier import TieredSim
+from kvist.request import Request
+
+
+def restarted(old: TieredSim, **options: object) -> TieredSim:
+    """An engine with an empty pool and the old one's disk."""
+    new = TieredSim(num_blocks=old.manager.num_blocks, block_size=old.spec.block_size, **options)  # type: ignore[arg-type]
+    new.disk = dict(old.disk)
+    new.tier.stored(new.disk)
+    return new
+
+
+def test_a_restart_hits_and_says_so() -> None:
+    sim = TieredSim(num_blocks=20, block_size=4)
+    first = sim.generate("first", range(30), 3)
+    assert len(sim.disk) == 8
+    new = restarted(sim, latency=3)
+    again = new.generate("again", range(30), 3)
+    assert again.output_token_ids == first.output_token_ids
+    assert (again.num_cached_tokens, again.num_disk_tokens) == (28, 28)
+    assert new.num_filled == 7
+    assert new.num_waits > 0, "it waited for the disk"
+    third = new.generate("third", range(30), 3)
+    assert (third.num_cached_tokens, third.num_disk_tokens) == (28, 0), "now it is on the device"
+    stats = new.scheduler.stats()
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens) == (60, 56, 28)
+
+
+def test_salts_do_not_share_a_disk() -> None:
+    sim = TieredSim(num_blocks=20, block_size=4)
+    sim.generate("first", range(30), 1, salt="a")
+    new = restarted(sim)
+    assert new.generate("other", range(30), 1, salt="b").num_cached_tokens == 0
+    assert new.generate("same", range(30), 1, salt="a").num_disk_tokens == 28
+
+
+def test_two_that_wait_for_one_prefix_read_it_once() -> None:
+    sim = TieredSim(num_blocks=40, block_size=4)
+    sim.generate("first", range(30), 1)
+    new = restarted(sim, latency=4)
+    one, two = (new.add(name, [*range(29), number], 2) for number, name in enumerate(["one", "two"]))
+    new.run()
+    assert new.num_filled == 7
+    assert (one.num_disk_tokens, two.num_cached_tokens, two.num_disk_tokens) == (28, 28, 0)
+
+
+def test_a_slow_disk_is_waited_for_as_long_as_computing_takes() -> None:
+    sim = TieredSim(num_blocks=40, block_size=4)
+    sim.generate("first", range(30), 1)
+    new = restarted(sim)
+    new.set_rates(10**9, 7)
+    new.latency = 10**6
+    new.rng = random.Random(3)
+    request = new.add("late", range(30), 2)
+    for _ in range(6):
+        new.step()
+    # 28 tokens at 7 a second, and a step is a second here.
+    assert [output.empty for output in new.outputs] == [True] * 4 + [False] * 2
+    assert request.num_cached_tokens == 0
+    new.run()
+    assert new.num_filled == 7, "the plan goes on, and its blocks are given back"
+    assert new.manager.num_free_blocks == 40
+    new.scheduler.check_invariants()
+
+
+def test_computing_is_chosen_where_it_is_cheaper() -> None:
+    sim = TieredSim(num_blocks=40, block_size=4)
+    sim.generate("first", range(30), 1)
+    new = restarted(sim)
+    new.set_rates(1, 10**6)
+    assert new.generate("again", range(30), 1).num_cached_tokens == 0
+    assert new.num_filled == 0
+    assert new.tier.num_refused == 1
+
+
+@pytest.mark.parametrize(("read", "tokens", "kind"), [(10**12, 1, "swap"), (1, 10**6, "recompute"), (None, None, "swap")])
+def test_preemption_takes_the_cheaper_way_and_leaves_a_record(read: int | None, tokens: int | None, kind: str) -> None:
+    sim = TieredSim(num_blocks=8, block_size=4, max_num_batched_tokens=16)
+    sim.set_rates(read, tokens)
+    old, new = sim.add("old", range(12), 16), sim.add("new", range(50, 58), 16)
+    sim.run()
+    for request in (old, new):
+        assert request.output_token_ids == alone(request, (None,))
+    records = sim.scheduler.preemptions()
+    assert records
+    assert new.num_preemptions == len(records)
+    for record in records:
+        assert (record.request_id, record.cause_request_id, record.kind) == ("new", "old", kind)
+        assert record.stall is not None
+        assert record.stall > 0
+        assert 0 < record.num_tokens_found <= record.num_tokens or kind == "recompute"
+    assert sim.scheduler.stats().num_swaps == (len(records) if kind == "swap" else 0)
+    assert (sim.num_filled > 0) == (kind == "swap")
+
+
+def test_nobody_runs_to_and_fro() -> None:
+    """Many that grow together in a pool for a few: each gives way a few times, not once for each block that another needs."""
+    sim = TieredSim(num_blocks=40, block_size=4, max_num_batched_tokens=64)
+    requests = [sim.add(f"r{number}", [number, *range(10)], 100) for number in range(12)]
+    sim.run()
+    most = max(request.num_preemptions for request in requests)
+    assert 0 < most <= 5, "once for each doubling of the room that it leaves"
+    assert requests[0].num_preemptions == 0
+    for request in requests:
+        assert request.output_token_ids == alone(request, (None,))
+
+
+class TieredMachine(SchedulerMachine):
+    """The scheduler's own machine over a tier that is slow, loses blocks and fails."""
+
+    trouble: ClassVar[float] = 0.15
+    latency: ClassVar[int] = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sim = TieredSim(
+            *self.windows,
+            num_blocks=self.num_blocks,
+            block_size=4,
+            max_num_seqs=5,
+            max_num_batched_tokens=10,
+            max_model_len=48,
+            watermark=0.1,
+            latency=self.latency,
+            trouble=self.trouble,
+            seed=5,
+        )
+
+    def advance(self, oldest: Request) -> None:
+        restoring = self.sim.prefetcher.num_restoring
+        output = self.sim.step()
+        restoring = max(restoring, self.sim.prefetcher.num_restoring, len(output.restores))
+        assert oldest.request_id in self.sim.rows(output) or restoring, "only a fill under way holds the oldest up"
+
+
+class WindowedTieredMachine(TieredMachine):
+    windows: ClassVar[tuple[int | None, ...]] = (None, 6, 6, 6, 6, 6)
+    num_blocks: ClassVar[int] = 32
+
+
+TestTiered = TieredMachine.TestCase
+TestWindowedTiered = WindowedTieredMachine.TestCase
+TestTiered.settings = TestWindowedTiered.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.parametrize(("windows", "num_blocks"), [((None,), 12), ((None, 6, 6, 6, 6, 6), 26)])
+@pytest.mark.parametrize("seed", range(2))
+def test_tiny_pools_never_stop(windows: tuple[int | None, ...], num_blocks: int, seed: int) -> None:
+    rng = random.Random(seed)
+    sim = TieredSim(
+        *windows, num_blocks=num_blocks, block_size=4, max_num_seqs=8, max_num_batched_tokens=12, latency=3, trouble=0.1, seed=seed
+    )
+    limit = min(48, sim.scheduler.effective_max_tokens)
+    for number in range(30):
+        length = rng.randrange(1, limit // 2)
+        sim.add(f"r{number}", [rng.randrange(2) for _ in range(length)], rng.randrange(1, limit - length + 1))
+    sim.run(20_000)
+    assert all(len(request.output_token_ids) == request.max_tokens for request in sim.requests.values())
+    assert sim.num_filled > 0
+    assert sim.num_failed > 0
+    assert sim.scheduler.stats().num_swaps > 0
+    assert sim.manager.num_free_blocks == num_blocks
+    for request in sim.requests.values():
+        assert request.output_token_ids == alone(request, windows)
