@@ -105,8 +105,7 @@ def _report(scope: Scope, access: Access) -> None:
     if not log.isEnabledFor(level):
         return
     fields = fields_of(scope, access)
-    text = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("method", "route", "status"))
-    log.log(level, "%s %s %s %s", fields["method"], fields["route"], fields["status"], text, extra={"fields": fields})
+    log.log(level, "%s %s %s", fields["method"], fields["route"], fields["status"], extra={"fields": fields})
 
 
 def fields_of(scope: Scope, access: Access) -> dict[str, Any]:

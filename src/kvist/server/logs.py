@@ -1,6 +1,7 @@
 """How log records are written: as lines of text, or as one JSON object a line, to standard error.
 
-Knows no routes. A record's `fields` (a dict in `extra`) become keys of the JSON object; in text the message has them.
+Knows no routes. A record's `fields` (a dict in `extra`) become keys of the JSON object; in text they follow the message, except those
+that its arguments have said.
 Invariant: one record is one line of ASCII in JSON.
 """
 
@@ -33,6 +34,16 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        said = record.args if isinstance(record.args, tuple) else ()
+        fields = [f"{name}={value}" for name, value in getattr(record, "fields", {}).items() if value not in said]
+        return " ".join([super().formatMessage(record), *fields])
 
 
 class BackgroundHandler(logging.Handler):
@@ -73,5 +84,5 @@ def configure_logging(level: str, form: LogFormat) -> None:
     if logging.getLogger().handlers:
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[BackgroundHandler(handler)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import socket
@@ -84,6 +85,9 @@ class _Server(uvicorn.Server):
             await self.lifespan.shutdown()
             raise self._life.start_error
         if self.started and not self.should_exit:
+            # What was loaded stays. To search it for garbage, again and again, would hold every stream for tens of milliseconds.
+            gc.collect()
+            gc.freeze()
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
