@@ -19,11 +19,10 @@ from typing import Any
 
 import uvicorn
 
-from kvist.config import EngineConfig, ModelConfig
+from kvist.config import EngineConfig, EngineOptions, ModelConfig, resolve
 from kvist.engine.admission import check_request
 from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
 from kvist.errors import EngineStoppedError
-from kvist.kv.spec import KVGroup, KVSpec
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
 from kvist.server.app import create_app
 from kvist.server.client import EngineClient
@@ -56,27 +55,16 @@ class FakeTokenizer:
 
 def config(*, max_model_len: int = 512, pool_tokens: int = 4096, max_num_seqs: int = 64) -> EngineConfig:
     model = ModelConfig("llama", VOCAB, 64, 2, 4, 2, 16, 128, max_model_len)
-    return EngineConfig(
-        model=model,
-        spec=KVSpec(2, 16, "f32", 16, (KVGroup((0, 1), None),)),
-        served_model_name="fake",
-        dtype="auto",
-        quantization=None,
-        max_model_len=max_model_len,
+    options = EngineOptions(
+        model="fake",
+        kv_cache_dtype="f32",
         num_kv_blocks=pool_tokens // 16,
-        pool_tokens=pool_tokens,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
-        enable_prefix_caching=True,
-        kv_allocator="paged",
-        eviction_policy="lru",
-        use_cache=True,
         watermark=0.0,
-        isa="numpy",
-        profile="fake-profile",
-        num_threads=1,
         seed=0,
     )
+    return resolve(options, model, isa="numpy", profile="fake-profile", num_threads=1)
 
 
 def answer_ids(prompt_token_ids: list[int], choice: int) -> list[int]:

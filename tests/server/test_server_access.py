@@ -14,7 +14,7 @@ from server_sse import CHAT, COMPLETIONS, error_of
 
 from kvist.errors import ConfigError
 from kvist.server.keys import make_key
-from kvist.server.logs import BackgroundHandler, JsonFormatter
+from kvist.server.logs import BackgroundHandler, JsonFormatter, TextFormatter
 from kvist.server.options import ServerOptions
 
 ORIGIN = "https://chat.example.org"
@@ -97,6 +97,15 @@ def test_an_access_line_has_counts_and_times(alice: httpx.Client, caplog: pytest
     assert {"time", "queue_s", "ttft_s", "total_s", "cached_tokens"} <= line.keys()
 
 
+def test_a_line_of_text_says_each_thing_once() -> None:
+    fields = {"method": "POST", "route": "/x", "status": 200, "id": "r", "total_s": 0.5}
+    record = logging.makeLogRecord({"name": "kvist.access", "levelname": "INFO", "msg": "%s %s %s", "args": ("POST", "/x", 200)})
+    assert TextFormatter().format(record) == "INFO kvist.access: POST /x 200"
+    record.fields = fields
+    assert TextFormatter().format(record) == "INFO kvist.access: POST /x 200 id=r total_s=0.5"
+    assert json.loads(JsonFormatter().format(record))["message"] == "POST /x 200"
+
+
 def test_looking_is_logged_at_debug_and_refusals_at_info(
     keyed_server: ServerThread, alice: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,7 +136,7 @@ def test_no_log_line_holds_a_prompt_an_answer_or_a_key(
         alice.post(COMPLETIONS, json=BODY)
         found = wait_for_lines(caplog, 6)
     # The client's own library logs too, where another test has asked for it.
-    own = [record.getMessage() for record in caplog.records if record.name.startswith("kvist")]
+    own = [TextFormatter().format(record) for record in caplog.records if record.name.startswith("kvist")]
     written = "\n".join([*map(json.dumps, found), *own])
     assert "alice" in written
     for secret in (SECRET, str(BODY["prompt"]), answer, "private"):

@@ -1,7 +1,7 @@
 """How log records are written: as lines of text, or as one JSON object a line, to standard error.
 
-Knows no routes. A record's `fields` (a dict in `extra`) become keys of the JSON object; in text they follow the message, except those
-that its arguments have said.
+Knows no routes. A record's `fields` (a dict in `extra`) become keys of the JSON object; in text they follow the message, unless its
+arguments have said them.
 Invariant: one record is one line of ASCII in JSON.
 """
 
