@@ -53,6 +53,7 @@ def accepted(kind: str, form: dict[str, Any], text: str) -> bool:
         ({"choice": ["", "ab", 'a"b\\\n😀']}, ["", "ab", 'a"b\\\n😀'], ["a", "abc"]),
         ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]+/'}, ["a1", "a12"], ["a", "b1"]),
         ({"grammar": 'root ::= "yes" | "no" word\nword ::= [a-z]+'}, ["yes", "nope"], ["no", "YES"]),
+        ({"choice": [f"value {n}" for n in range(3000)]}, ["value 0", "value 2999"], ["value 3000", "value"]),
         ({"choice": ["<s>", "</s> and <|im_end|>"]}, ["<s>", "</s> and <|im_end|>"], ["<"]),
     ],
 )

@@ -62,6 +62,8 @@ CASES: list[tuple[ToolFormat, str, Shown]] = [
     (HERMES, '<tool_call>{"nam": "f"}</tool_call> hm', [("", '<tool_call>{"nam": "f"}</tool_call> hm')]),
     (HERMES, 'cut <tool_call>{"name": "f", "arguments": {"a', [("", "cut"), ("f", '{"a')]),
     (HERMES, 'cut <tool_call>\n{"na', [("", "cut")]),
+    (HERMES, '<tool_call>[{"name":"f","arguments":{}}, {"name":"g"}]</tool_call> ok', [("f", "{}"), ("g", "{}"), ("", "ok")]),
+    (HERMES, "<tool_call>[1, 2]", [("", "<tool_call>[1, 2]")]),
     (HERMES, "cut <tool_ca", [("", "cut <tool_ca")]),
     (HERMES, '<tool_call>{"name":"f","arguments":{}}</tool', [("f", "{}")]),
     (HERMES, '<tool_call>{"name":"new","arguments":{}}</tool_call>', [("new", "{}")]),

@@ -14,7 +14,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,9 +119,17 @@ def grammar_source(form: StructuredOutputsParams) -> str:
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice))
+        return LLMatcher.grammar_from_lark(_choice_lark(form.choice))
     assert form.grammar is not None
     return form.grammar if form.grammar.startswith("{") else LLMatcher.grammar_from_lark(_as_lark(form))
+
+
+def _choice_lark(choice: Sequence[str]) -> str:
+    """All of them as one terminal: a rule of thousands would be too wide for llguidance."""
+    texts = [json.dumps(text, ensure_ascii=False) for text in choice if text]
+    if not texts:
+        return 'start: ""'
+    return f"start: CHOICE{'?' if '' in choice else ''}\nCHOICE: {' | '.join(texts)}"
 
 
 def _lost_number(schema: Any, *, listed: bool = False) -> int | None:
@@ -162,9 +170,10 @@ def _mistake(form: StructuredOutputsParams, message: str) -> InvalidRequestError
 
 
 def _limits() -> LLParserLimits:
+    """A mask is made between two tokens of everybody: what would take long is given up on, after some milliseconds."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(verbose_errors=False)
+    return LLParserLimits(initial_lexer_fuel=400_000, step_lexer_fuel=100_000, verbose_errors=False)
 
 
 def _table(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:

@@ -58,7 +58,7 @@ class ToolFormat:
         """What stands behind the opening mark, and whether mark and body may be repeated for more calls."""
         if self.markup.closes:
             return f'"\\n" {any_call} {json.dumps(chr(10) + self.markup.closes)}', True
-        if self.arguments and self.markup.listed:
+        if self.arguments and self.markup.named:
             return f'"[" {any_call} (", " {any_call})* "]"' if many else f'"[" {any_call} "]"', False
         return any_call, not self.markup.bare
 
@@ -86,8 +86,8 @@ class _Mark:
 
 HERMES = ToolFormat("hermes", Markup("<tool_call>", "</tool_call>"), "arguments")
 LLAMA3 = ToolFormat("llama3_json", Markup("<|python_tag|>", separators=";", bare=True), "parameters")
-MISTRAL = ToolFormat("mistral", Markup("[TOOL_CALLS]", listed=True), "arguments", id_length=9)
-MISTRAL_ARGS = ToolFormat("mistral", Markup("[TOOL_CALLS]", listed=True), "", id_length=9)
+MISTRAL = ToolFormat("mistral", Markup("[TOOL_CALLS]", named=True), "arguments", id_length=9)
+MISTRAL_ARGS = ToolFormat("mistral", Markup("[TOOL_CALLS]", named=True), "", id_length=9)
 FORMATS = {format.name: format for format in (HERMES, LLAMA3, MISTRAL)}
 
 

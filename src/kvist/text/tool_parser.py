@@ -25,15 +25,15 @@ class Markup:
     """How a family of models writes calls."""
 
     opens: str
-    """Stands before a call, or before a list of them."""
+    """Stands before a call, or before a JSON list of them."""
     closes: str = ""
     """Stands behind a call."""
     separators: str = ""
     """What may stand between two calls besides white space."""
     bare: bool = False
     """An answer that begins with a JSON object is a call without `opens`, if it names a tool."""
-    listed: bool = False
-    """`opens` may be followed by a list of calls, or by a name and its arguments."""
+    named: bool = False
+    """`opens` may be followed by a name, `arguments_mark` and the arguments."""
     arguments_mark: str = "[ARGS]"
 
 
@@ -128,14 +128,14 @@ class ToolParser:
         if not self._skip_space():
             return False
         first = self._text[0]
-        if self._markup.listed and first == "[" and not self._in_list:
+        if first == "[" and not self._in_list:
             self._in_list = True
             self._skip(1)
         elif self._in_list and first == "]":
             self._leave_list()
         elif first == "{":
             self._begin_call()
-        elif self._markup.listed and not self._in_list:
+        elif self._markup.named and not self._in_list:
             self._state = self._in_name
         else:
             self._give_up()
@@ -232,7 +232,7 @@ class ToolParser:
     def _leave_list(self) -> None:
         self._in_list = False
         self._skip(1)
-        self._state = self._behind
+        self._state = self._between
 
     def _skip_space(self) -> bool:
         """Whether anything but white space is there."""
