@@ -23,7 +23,7 @@ from kvist.config import EngineConfig, EngineOptions, ModelConfig, resolve
 from kvist.engine.admission import check_request
 from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
 from kvist.errors import EngineStoppedError
-from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
+from kvist.request import OutputDelta, RequestEvent, RequestUsage, SamplingParams, TokenLogprob
 from kvist.server.app import create_app
 from kvist.server.client import EngineClient
 from kvist.server.options import ServerOptions
@@ -191,6 +191,8 @@ class FakeEngine:
                 self.waiting -= 1
                 self.running += 1
                 state = "running"
+                if wants_events:
+                    yield [OutputDelta(request_id, 0, "", (), events=(RequestEvent(f"{request_id}#0", "waiting", {"ahead": 1}),))]
                 cached = self._look_up(prompt_token_ids, params)
                 pending = [list(self._deltas(request_id, prompt_token_ids, params, i, budget, cached)) for i in range(params.n)]
                 for step in range(max(len(deltas) for deltas in pending)):

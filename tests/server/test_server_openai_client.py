@@ -116,3 +116,31 @@ def test_an_error_in_mid_stream_is_raised() -> None:
         assert seen == ["", " ", "T", "w"]
         with pytest.raises(openai.InternalServerError):
             api.chat.completions.create(model="fake", messages=MESSAGES)
+
+
+def test_comments_in_a_stream_and_kvist_s_own_usage_do_not_disturb(api: openai.OpenAI) -> None:
+    plain = api.chat.completions.create(model="fake", messages=MESSAGES).choices[0].message.content
+    with api.chat.completions.with_streaming_response.create(
+        model="fake", messages=MESSAGES, stream=True, extra_headers={"X-Kvist-Events": "1"}
+    ) as raw:
+        assert any(line.startswith(": kvist {") for line in raw.iter_lines())
+    chunks = list(
+        api.chat.completions.create(
+            model="fake",
+            messages=MESSAGES,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_headers={"X-Kvist-Events": "1"},
+        )
+    )
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == plain
+    usage = chunks[-1].usage
+    assert usage is not None
+    kvist = usage.model_extra and usage.model_extra["kvist"]
+    assert kvist
+    assert [event["event"] for event in kvist["events"]] == ["waiting"]
+
+
+def test_embeddings_are_refused_as_a_bad_request(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="embedding"):
+        api.embeddings.create(model="fake", input="twig")
