@@ -173,7 +173,7 @@ def test_the_model_is_checked(client: httpx.Client) -> None:
 
 def test_unknown_routes_and_methods_answer_alike(client: httpx.Client) -> None:
     assert error_of(client.get("/nowhere"), 404)["code"] == "not_found"
-    assert error_of(client.post("/v1/embeddings", json={}), 404)["type"] == "invalid_request_error"
+    assert error_of(client.post("/v1/nowhere", json={}), 404)["type"] == "invalid_request_error"
     assert error_of(client.get(CHAT), 405)["code"] == "method_not_allowed"
     assert error_of(client.post("/v1/models"), 405)["code"] == "method_not_allowed"
     assert error_of(client.get("/health/"), 404)["code"] == "not_found"

@@ -8,6 +8,7 @@ With the header `X-Kvist-Events: 1`, what happens to a request on its way is a c
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable
@@ -30,6 +31,9 @@ from kvist.server.state import ServerState
 from kvist.server.usage import Tally
 
 log = logging.getLogger("kvist.server")
+
+MANY_SCORES = 500
+"""An answer with log probabilities of more tokens is written in a thread, so that others' streams go on."""
 
 dumps = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 """ASCII only: no client can split a line inside a character, or at one that it takes for a line's end."""
@@ -151,7 +155,12 @@ class GenerationResponse(Response):
                         self._tally.happened(happened, delta.index)
         finally:
             await close(batches)
-        body = dumps(self._plan.format.answer(choices, self._tally.usage()))
+
+        def build() -> str:
+            return dumps(self._plan.format.answer(choices, self._tally.usage()))
+
+        num_scores = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in choices)
+        body = await asyncio.to_thread(build) if num_scores > MANY_SCORES else build()
         self._record.end("completed")
         await Response(body, media_type="application/json")(scope, receive, send)
 
