@@ -100,6 +100,7 @@ class FakeSnapshot:
     batch_requests: HistogramSnapshot = NO_STEPS[BATCH_REQUESTS]
     kv_bytes: Mapping[str, int] = field(default_factory=lambda: {"held": 4096, "used": 3072})
     fragmentation: Mapping[str, float] = field(default_factory=lambda: {"internal": 0.25, "external": 0.0})
+    tier: None = None
 
 
 @dataclass

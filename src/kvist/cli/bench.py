@@ -18,6 +18,7 @@ from kvist.cli.bench_compare import compare_command, show_command
 from kvist.cli.bench_fragmentation import fragmentation_command
 from kvist.cli.bench_memory import eviction_command, manager_command
 from kvist.cli.bench_sweep import sweep_command
+from kvist.cli.bench_tiers import tiers_command
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
 from kvist.cli.terminal import dim, print_json, progress, say
@@ -30,6 +31,7 @@ app.command("fragmentation")(fragmentation_command)
 app.command("sweep")(sweep_command)
 app.command("eviction")(eviction_command)
 app.command("manager")(manager_command)
+app.command("tiers")(tiers_command)
 
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
 Works = Annotated[str, typer.Option(help="Works to run, separated by commas.")]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from kvist.config import EngineConfig
 from kvist.engine.histogram import HistogramSnapshot
+from kvist.engine.tiers import TierSnapshot
 from kvist.request import OutputDelta, SamplingParams
 
 
@@ -40,6 +41,9 @@ class Snapshot(Protocol):
 
     @property
     def fragmentation(self) -> Mapping[str, float]: ...
+
+    @property
+    def tier(self) -> TierSnapshot | None: ...
 
     @property
     def prompt_tokens_by_source(self) -> Mapping[str, int]: ...

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from kvist import __version__
 from kvist.config import EngineConfig
 from kvist.engine.histogram import Histogram, HistogramSnapshot
+from kvist.engine.tiers import TierSnapshot
 from kvist.server.metrics import Metrics
 
 
@@ -79,10 +80,33 @@ class KvistSeries(Collector):
         yield counter("kvist:generated_tokens", "Tokens drawn.", now.generated_tokens)
         yield counter("kvist:preemptions", "Requests that lost their blocks to others.", now.preemptions)
         yield counter("kvist:recomputed_tokens", "Tokens computed again after a preemption.", now.recomputed_tokens)
+        if now.tier is not None:
+            yield from self._tier(now.tier)
         yield counter("kvist:engine_steps", "Engine steps.", now.steps)
         yield histogram("kvist:engine_step_seconds", "Time of an engine step.", now.step_times)
         yield histogram("kvist:batch_tokens", "Rows of an engine step.", now.batch_tokens)
         yield histogram("kvist:batch_requests", "Requests that had rows in an engine step.", now.batch_requests)
+
+    def _tier(self, tier: TierSnapshot) -> Iterable[Metric]:
+        """Of a tier behind the pool; there are none of these without one."""
+        store, name = tier.store, tier.name
+        sizes: dict[tuple[str, ...], float] = {(name, "used"): store.used_bytes, (name, "quota"): store.quota_bytes}
+        yield gauge("kvist:tier_bytes", "Bytes of a memory tier.", sizes, ("tier", "kind"))
+        yield gauge("kvist:tier_blocks", "Blocks in a memory tier.", {(name,): store.num_blocks}, ("tier",))
+        events = {
+            "stored": store.stored_blocks,
+            "loaded": store.loaded_blocks,
+            "evicted": store.evicted_blocks,
+            "damaged": store.damaged_blocks,
+            "dropped": tier.dropped_blocks,
+        }
+        counts: dict[tuple[str, ...], float] = {(name, event): float(count) for event, count in events.items()}
+        yield counter("kvist:tier_block_events", "What happened to blocks of a memory tier.", counts, ("tier", "event"))
+        errors: dict[tuple[str, ...], float] = {(name, "read"): store.read_errors, (name, "write"): store.write_errors}
+        yield counter("kvist:tier_errors", "Operations of a memory tier that failed.", errors, ("tier", "operation"))
+        refused: dict[tuple[str, ...], float] = {(name,): tier.refused_restores}
+        yield counter("kvist:tier_restores_refused", "Hits that were computed because that was cheaper.", refused, ("tier",))
+        yield counter("kvist:swaps", "Preemptions whose requests came back from a tier.", by({name: tier.swaps}), ("tier",))
 
     def _requests(self) -> Iterable[Metric]:
         own = self._metrics
