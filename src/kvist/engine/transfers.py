@@ -9,6 +9,7 @@ out ends in one `Stored` or one `Lost`; each plan to fill ends in one `Filled`, 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -80,6 +81,8 @@ class Transfers:
         ]
         for thread in self._threads:
             thread.start()
+        # A script that ends without closing its engine keeps what it computed all the same.
+        atexit.register(self.close)
 
     # The engine thread
 
@@ -115,6 +118,7 @@ class Transfers:
     def close(self) -> None:
         """Write all that was copied out, and stop. Twice is harmless."""
         if self._threads:
+            atexit.unregister(self.close)
             self._writes.put(None)
             self._reads.put(None)
             for thread in self._threads:
