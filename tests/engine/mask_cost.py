@@ -12,7 +12,7 @@ from kvist.config import EngineOptions
 from kvist.engine.engine import Engine
 from kvist.request import SamplingParams
 
-ROWS, TOKENS, ROUNDS = 32, 64, 5
+ROWS, TOKENS, ROUNDS = 32, 48, 3
 SCHEMA = {
     "type": "object",
     "properties": {

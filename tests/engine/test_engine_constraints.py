@@ -198,6 +198,19 @@ def test_a_form_that_gives_up_ends_its_choice_alone_and_is_its_clients_affair() 
     assert len(outputs["good"].text) == 9
 
 
+def test_a_form_that_takes_too_long_is_given_up() -> None:
+    engine = tiny_engine(FAST)
+    endless = shaped({"regex": "x{110000}"})
+    for name, params in (("bad", endless), ("good", shaped({"choice": COLOURS}))):
+        engine.add_request(name, PROMPT, params)
+    outputs = drain(engine)
+    assert outputs["bad"].stop_reason == STRUCTURED_OUTPUTS
+    assert "cannot be followed: lexer error" in (outputs["bad"].last.error or "")  # type: ignore[union-attr]
+    assert outputs["good"].text in COLOURS
+    with LLM.from_engine(engine) as llm, pytest.raises(InvalidRequestError, match="cannot be followed"):
+        llm.generate("x", endless)
+
+
 def test_the_async_engine_compiles_on_its_workers() -> None:
     engine = AsyncEngine(tiny_engine(FAST))
     engine.start()

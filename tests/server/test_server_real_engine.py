@@ -266,3 +266,18 @@ def test_the_openai_client_talks_to_the_real_engine(real_server: ServerThread, r
             assert entry.logprob == entry.top_logprobs[0].logprob, "a greedy run takes the likeliest token"
         with pytest.raises(openai.NotFoundError):
             api.chat.completions.create(model="nobody", messages=messages)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_form_that_takes_too_long_is_the_clients_mistake(real: httpx.Client, streamed: bool) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "guided_regex": "x{110000}", "stream": streamed}
+    error = error_of(real.post(CHAT, json=body), 400)
+    assert error["param"] == "guided_regex"
+    assert "cannot be followed" in error["message"]
+
+
+def test_the_first_completion_makes_the_tables_of_forms_too() -> None:
+    engine = AsyncEngine(tiny_engine(ISAS[-1]))
+    with serving(engine, ServerOptions()) as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/ready").status_code == 200
+        assert engine._engine.grammars.num_kept == 1
