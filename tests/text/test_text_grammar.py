@@ -152,6 +152,17 @@ def test_several_threads_may_compile_at_once() -> None:
     assert len(seen) == one.num_kept == 20
 
 
+@pytest.mark.parametrize(("eos", "known"), [([], []), ([99999], []), ([1, 99999], [1])])
+def test_ends_that_the_vocabulary_does_not_have_are_left_out(eos: list[int], known: list[int]) -> None:
+    tokenizer = TOKENIZERS["byte_level"][0]
+    matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, eos).compile(StructuredOutputsParams(regex="a*")).new_matcher()
+    mask = matcher.compute_bitmask()
+    assert [token for token in range(tokenizer.vocab_size) if mask[token // 8] >> token % 8 & 1] == [
+        *known,
+        byte_ids(tokenizer, "a")[0],
+    ]
+
+
 def test_a_tokenizer_that_means_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make(byte_level())
     monkeypatch.setattr(tokenizer, "token_bytes", lambda token_id: b"q")

@@ -6,6 +6,7 @@ Knows OpenAI's fields; formats of calls are `text.tool_formats`'. A tool's schem
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from kvist.errors import InvalidRequestError
 from kvist.text.tool_formats import NO_ARGUMENTS, Tool, ToolFormat
 from kvist.text.tool_parser import ToolParser
 
-MAX_NAME = 128
+_NAME = re.compile(r"[\w.:/-]{1,128}")
 MAX_TOOLS = 512
 _ANY_ARGUMENTS = {"type": "object"}
 
@@ -91,9 +92,10 @@ def _tool(tool: Any, place: str) -> Tool:
         raise InvalidRequestError(f"{place} must be of type function; other tools are not offered.", param=place)
     function, place = tool["function"], f"{place}.function"
     name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable() or " " in name:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"{place}.name must be 1 to {MAX_NAME} printable characters without spaces, not {name!r}.", param=f"{place}.name"
+            f"{place}.name must be 1 to 128 letters, digits, underscores, dashes, dots, slashes or colons, not {str(name)[:40]!r}.",
+            param=f"{place}.name",
         )
     if not isinstance(function.get("description"), str | None):
         raise InvalidRequestError(f"{place}.description must be a string.", param=f"{place}.description")

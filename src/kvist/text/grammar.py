@@ -51,7 +51,10 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
-        self._eos = sorted(eos_token_ids)
+        self._eos = sorted(token_id for token_id in eos_token_ids if token_id < self._vocab_size)
+        if not self._eos:  # llguidance wants one; this one is beyond what the model can draw
+            self._eos = [self._vocab_size]
+            self._vocab_size += 1
         self._building = threading.Lock()
         self._table: LLTokenizer | None = None
         self._lock = threading.Lock()
