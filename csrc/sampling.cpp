@@ -20,6 +20,13 @@ inline uint64_t key_of(float value, int32_t id) {
   return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
 }
 
+inline float value_of(uint64_t key) {
+  const uint32_t ascending = ~static_cast<uint32_t>(key >> 32);
+  return std::bit_cast<float>(ascending & 0x80000000u ? ascending & 0x7fffffffu : ~ascending);
+}
+
+inline int32_t id_of(uint64_t key) { return static_cast<int32_t>(static_cast<uint32_t>(key)); }
+
 // Elements that are still in question, by id.
 struct Candidates {
   int count;
@@ -42,8 +49,8 @@ void weigh(const Row& row, Candidates& c) {
   });
 }
 
-// Elements whose scaled number is at least `bound`.
-Candidates collect(const Row& row, float bound, SamplingScratch& s) {
+// Elements whose scaled number is within [bound, most].
+Candidates collect(const Row& row, float bound, SamplingScratch& s, float most = 0.0f) {
   const size_t room = static_cast<size_t>(row.n) + 16;
   Candidates c{0, s.values.reserve(room), s.ids.reserve(room), s.weights.reserve(room)};
   for (int chunk = 0; chunk < chunks_of(row.n); ++chunk) {
@@ -51,7 +58,7 @@ Candidates collect(const Row& row, float bound, SamplingScratch& s) {
     const int begin = chunk * kChunk, end = std::min(row.n, begin + kChunk);
     for_lanes(row.x, begin, end, [&](int i, F v) {
       const F clean = numbers(v);
-      unsigned found = mask_ge(row.scaled(clean), set1(bound));
+      unsigned found = mask_ge(row.scaled(clean), set1(bound)) & ~mask_gt(row.scaled(clean), set1(most));
       if (!found) return;
       if (end - i < 16) found &= (1u << (end - i)) - 1;
       alignas(64) float lanes[16];
@@ -113,11 +120,15 @@ int place_above(const uint64_t* sizes, uint64_t& target) {
   return place;
 }
 
+// Buckets of scaled numbers, largest first: a 32nd of a unit each, and the rest in the last.
+inline float bucket_of(float scaled) { return std::min(-32.0f * scaled, kBuckets - 1.0f); }
+inline F bucket_of(F scaled) { return min(mul(set1(-32.0f), scaled), set1(kBuckets - 1.0f)); }
+
 // Keeps the first candidates, in order of logits, whose sizes reach `goal`, which all together do; they stay in order of ids. The cut
-// is looked for in one bucket of scaled logits only.
+// is looked for in one bucket only.
 template <class Size>
 void keep_first(const Row& row, Candidates& c, uint64_t goal, SamplingScratch& s, Size size) {
-  const auto bucket = [&](int i) { return static_cast<int>(std::min(-32.0f * row.scaled(c.values[i]), kBuckets - 1.0f)); };
+  const auto bucket = [&](int i) { return static_cast<int>(bucket_of(row.scaled(c.values[i]))); };
   uint64_t sums[kBuckets] = {};
   for (int i = 0; i < c.count; ++i) sums[bucket(i)] += size(i);
   uint64_t target = goal - 1;
@@ -145,38 +156,64 @@ void keep_nucleus(const Row& row, Candidates& c, uint64_t goal, SamplingScratch&
   keep_first(row, c, goal, s, [&](int i) { return c.weights[i]; });
 }
 
-// Candidates that hold the nucleus of the whole row; bounds are lowered until they weigh enough.
-Candidates collect_nucleus(const Row& row, uint64_t goal, uint64_t total, SamplingScratch& s) {
-  for (const int k : {64, 512}) {
-    if (k > row.num_maxima()) break;
-    const Candidates c = collect(row, bound_of_largest(row, k, s), s);
-    if (c.total() >= goal) return c;
-  }
-  // What is lighter than this weighs less than total - goal in all.
-  const double lightest = static_cast<double>(total - goal) / row.n * 0x1p-40;
-  const Candidates c = collect(row, lightest > 0x1p-30 ? static_cast<float>(std::log(lightest) - 0.01) : kImpossible, s);
-  if (c.total() >= goal) return c;
-  return collect(row, kImpossible, s);
+// The key of the last element of a nucleus too large to be collected: only the bucket that it ends in is.
+uint64_t last_of_nucleus(const Row& row, uint64_t goal, SamplingScratch& s) {
+  uint64_t sums[2][kBuckets] = {};  // two, because neighbours often share a bucket
+  for_lanes(row.x, 0, row.n, [&](int, F v) {
+    alignas(64) float lanes[16], buckets[16];
+    const F scaled = max(row.scaled(numbers(v)), set1(kFaintest));
+    store(lanes, weight(scaled));
+    store(buckets, bucket_of(scaled));
+    for (int j = 0; j < 16; ++j) sums[j % 2][static_cast<int>(buckets[j])] += units(lanes[j]);
+  });
+  for (int i = 0; i < kBuckets; ++i) sums[0][i] += sums[1][i];
+  uint64_t target = goal - 1;
+  const float place = static_cast<float>(place_above(sums[0], target));
+  const Candidates c = collect(row, std::nextafter((place + 1.0f) / -32.0f, 0.0f), s, place / -32.0f);
+  Keyed* keyed = s.keyed.reserve(static_cast<size_t>(c.count));
+  for (int i = 0; i < c.count; ++i) keyed[i] = {key_of(c.values[i], c.ids[i]), c.weights[i]};
+  return key_reaching(keyed, keyed + c.count, target + 1);
 }
 
 uint64_t target_of(const SampleRow& from, uint64_t total) {
   return static_cast<uint64_t>(static_cast<Wide>(random_share(from.seed, from.choice, from.position)) * total >> kShareBits);
 }
 
-int draw_from_all(const Row& row, const SampleRow& from, const uint64_t* spans, uint64_t total) {
+int draw_from(const Candidates& c, const SampleRow& from) {
+  uint64_t target = target_of(from, c.total());
+  return c.ids[place_above(c.weights, target)];
+}
+
+// A draw by the weights that weigh(i, lanes) gives; `spans` holds their sums, `total` the sum of these.
+template <class Weigh>
+int draw_from_spans(const Row& row, const SampleRow& from, const uint64_t* spans, uint64_t total, Weigh weigh) {
   uint64_t target = target_of(from, total), inside[kWeightSpan];
   const int begin = kWeightSpan * place_above(spans, target);
   for_lanes(row.x, begin, std::min(row.n, begin + kWeightSpan), [&](int i, F v) {
     alignas(64) float lanes[16];
-    store(lanes, weight(row.scaled(v)));
+    store(lanes, weigh(i, v));
     for (int j = 0; j < 16; ++j) inside[i - begin + j] = units(lanes[j]);
   });
   return begin + place_above(inside, target);
 }
 
-int draw_from(const Candidates& c, const SampleRow& from) {
-  uint64_t target = target_of(from, c.total());
-  return c.ids[place_above(c.weights, target)];
+int draw_from_nucleus(const Row& row, const SampleRow& from, uint64_t goal, uint64_t* spans, SamplingScratch& s) {
+  for (const int k : {64, 512}) {
+    if (k > row.num_maxima()) break;
+    Candidates c = collect(row, bound_of_largest(row, k, s), s);
+    const uint64_t weight = c.total();
+    if (weight >= goal) {
+      keep_nucleus(row, c, goal, s);
+      return draw_from(c, from);
+    }
+    if (weight < goal / 4) break;  // eight times as many will hardly do
+  }
+  const uint64_t last = last_of_nucleus(row, goal, s);
+  const float value = value_of(last);
+  const int end = id_of(last) + 1;
+  const auto weigh = [&](int i, F v) { return choose(lanes_before(i, numbers(v), value, end), weight(row.scaled(v)), zero()); };
+  const uint64_t total = sum_weights(row, spans, weigh);
+  return draw_from_spans(row, from, spans, total, weigh);
 }
 
 int draw(Row& row, const SampleRow& from, SamplingScratch& s) {
@@ -190,13 +227,10 @@ int draw(Row& row, const SampleRow& from, SamplingScratch& s) {
     if (top_p) keep_nucleus(row, c, goal_of(c.total(), from.top_p), s);
     return draw_from(c, from);
   }
+  const auto weigh = [&](int, F v) { return weight(row.scaled(v)); };
   uint64_t* spans = s.spans.reserve(static_cast<size_t>(spans_of(row.n)));
-  const uint64_t total = sum_weights(row, spans);
-  if (!top_p) return draw_from_all(row, from, spans, total);
-  const uint64_t goal = goal_of(total, from.top_p);
-  Candidates c = collect_nucleus(row, goal, total, s);
-  keep_nucleus(row, c, goal, s);
-  return draw_from(c, from);
+  const uint64_t total = sum_weights(row, spans, weigh);
+  return top_p ? draw_from_nucleus(row, from, goal_of(total, from.top_p), spans, s) : draw_from_spans(row, from, spans, total, weigh);
 }
 
 // The row's numbers after mask, bias and penalties. What the mask rules out stays -inf through the others.
@@ -229,16 +263,11 @@ Outcome sample_row(const float* x, int n, const SampleRow& from, const Adjustmen
 
 // How many tokens come before one in order of logits, ties by id.
 int count_before(const Row& row, int token, float logit) {
-  const F value = set1(logit);
   int before = 0;
   for (int chunk = 0; chunk < chunks_of(row.n); ++chunk) {
     if (row.largest_of_chunk(chunk) < logit) continue;
-    for_lanes(row.x, chunk * kChunk, std::min(row.n, (chunk + 1) * kChunk), [&](int i, F v) {
-      const F clean = numbers(v);
-      const unsigned more = mask_gt(clean, value), as_much = mask_ge(clean, value);
-      const unsigned earlier = token >= i + 16 ? 0xffffu : token > i ? (1u << (token - i)) - 1 : 0u;
-      before += std::popcount(more | (as_much & earlier));
-    });
+    for_lanes(row.x, chunk * kChunk, std::min(row.n, (chunk + 1) * kChunk),
+              [&](int i, F v) { before += std::popcount(lanes_before(i, numbers(v), logit, token)); });
   }
   return before;
 }
@@ -252,8 +281,8 @@ void list_largest(const Row& row, int count, SamplingScratch& s, int32_t* ids, f
   for (int i = 0; i < wanted; ++i) keyed[i] = {key_of(c.values[i], c.ids[i]), 0};
   std::sort(keyed, keyed + wanted, by_key);
   for (int i = 0; i < wanted; ++i) {
-    ids[i] = static_cast<int32_t>(static_cast<uint32_t>(keyed[i].key));
-    logits[i] = number(row.x[ids[i]]);
+    ids[i] = id_of(keyed[i].key);
+    logits[i] = value_of(keyed[i].key);
   }
 }
 
@@ -302,7 +331,7 @@ void score(ThreadPool& pool, SamplingScratch* scratch, const float* logits, int 
     const int token = request.token_ids[i];
     result.logits[i] = number(row.x[token]);
     result.peaks[i] = row.peak;
-    result.totals[i] = sum_weights(row, nullptr);
+    result.totals[i] = sum_weights(row, nullptr, [&](int, F v) { return weight(row.scaled(v)); });
     result.ranks[i] = 1 + count_before(row, token, result.logits[i]);
     list_largest(row, request.tops[i], s, result.top_ids + i * request.width, result.top_logits + i * request.width);
   });

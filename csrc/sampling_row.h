@@ -100,18 +100,25 @@ inline F weight(F scaled) {
   return mul(p, exp2i(n));
 }
 
-// Sum of all weights; of each span too, if wanted.
-inline uint64_t sum_weights(const Row& row, uint64_t* spans) {
+// Sum of what weigh(i, lanes i to i + 15) gives; of each span too, if wanted.
+template <class Weigh>
+uint64_t sum_weights(const Row& row, uint64_t* spans, Weigh weigh) {
   uint64_t total = 0;
   for (int span = 0; span < spans_of(row.n); ++span) {
     const int begin = span * kWeightSpan, end = std::min(row.n, begin + kWeightSpan);
     UnitSum sum{};
-    for_lanes(row.x, begin, end, [&](int, F v) { sum = add_units(sum, weight(row.scaled(v))); });
+    for_lanes(row.x, begin, end, [&](int i, F v) { sum = add_units(sum, weigh(i, v)); });
     const uint64_t whole = fold_units(sum, (end - begin + 15) / 16);
     if (spans) spans[span] = whole;
     total += whole;
   }
   return total;
+}
+
+// Lanes of elements i to i + 15 that come before `value` at id `end`, in order of logits, ties by id.
+inline unsigned lanes_before(int i, F numbers, float value, int end) {
+  const unsigned earlier = end >= i + 16 ? 0xffffu : end > i ? (1u << (end - i)) - 1 : 0u;
+  return mask_gt(numbers, set1(value)) | (mask_ge(numbers, set1(value)) & earlier);
 }
 
 }  // namespace KVIST_NAMESPACE

@@ -36,7 +36,10 @@ struct Sorted {
             static_cast<double>(scaled[i]));
     }
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return numbers[static_cast<size_t>(a)] > numbers[static_cast<size_t>(b)]; });
+    std::sort(order.begin(), order.end(), [&](int a, int b) {
+      const float x = numbers[static_cast<size_t>(a)], y = numbers[static_cast<size_t>(b)];
+      return x > y || (x == y && a < b);
+    });
   }
 
   uint64_t weight_of(const std::vector<int>& ids) const {
