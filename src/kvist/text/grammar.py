@@ -52,9 +52,6 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._eos = sorted(token_id for token_id in eos_token_ids if token_id < self._vocab_size)
-        if not self._eos:  # llguidance wants one; this one is beyond what the model can draw
-            self._eos = [self._vocab_size]
-            self._vocab_size += 1
         self._building = threading.Lock()
         self._table: LLTokenizer | None = None
         self._lock = threading.Lock()
@@ -184,6 +181,8 @@ def _table(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> L
     UTF-8 does not have, so that a token of that byte alone is never allowed."""
     from llguidance import LLTokenizer
 
+    if not eos_token_ids:
+        raise _unsupported("it has no token that ends a text")
     hidden = tokenizer.special_token_ids
     try:
         table = LLTokenizer(_without_special_names(tokenizer.to_json()), n_vocab=vocab_size, eos_token=eos_token_ids)
