@@ -125,6 +125,7 @@ def test_an_engine_that_does_not_start_is_named_once_and_the_others_run(tmp_path
     [
         ("error", "RuntimeError: cannot do this one"),
         ("exit", "its process ended with status 3: last words"),
+        ("killed", "its process was ended by SIGKILL: a library's greeting"),
         ("hang", "it took more than 3 seconds"),
         ("short", "a request made 1 of 4 tokens"),
     ],

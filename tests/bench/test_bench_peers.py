@@ -84,7 +84,7 @@ def test_each_peer_gets_the_files_values_in_the_form_that_it_reads(tmp_path: Pat
     python = str(Path(sys.executable))
     model = write_tiny_gguf(tmp_path / "tiny.gguf", quant={"default": "Q4_1", "token_embd.weight": "Q8_0"}, vocab=300)
     entry = enter(model, {"llamacpp": tmp_path, "openvino": Path(python), "transformers": Path(python)})
-    kvist, llamacpp, openvino, transformers, llamacpp_q4, openvino_q4 = entry.contenders
+    kvist, llamacpp, llamacpp_q4, openvino, openvino_q4, transformers = entry.contenders
     assert not entry.failures
     assert kvist.setup["options"]["model"] == llamacpp.setup["model"] == openvino.setup["model"] == str(model)
     assert kvist.weights.startswith("Q4_1 (")
@@ -97,12 +97,20 @@ def test_each_peer_gets_the_files_values_in_the_form_that_it_reads(tmp_path: Pat
     assert llamacpp.python == own_python()
 
 
-def test_without_the_tool_the_4_bit_rows_are_reasons(tiny: Path, tmp_path: Path) -> None:
+def test_without_the_tool_the_4_bit_rows_are_reasons(tmp_path: Path) -> None:
     write_llama_server(tmp_path)
-    entry = enter(tiny, {"llamacpp": tmp_path})
+    entry = enter(write_tiny_gguf(tmp_path / "tiny.gguf", quant="Q4_1"), {"llamacpp": tmp_path})
     assert [one.name for one in entry.contenders] == ["kvist", "llamacpp"]
     assert [one.contender for one in entry.failures] == ["llamacpp Q4_0"]
     assert "there is no llama-quantize" in entry.failures[0].reason
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q8_0"])
+def test_a_file_of_that_format_or_of_more_bits_is_compared_as_it_is(quant: str, tmp_path: Path) -> None:
+    write_llama_server(tmp_path)
+    entry = enter(write_tiny_gguf(tmp_path / "tiny.gguf", quant=quant), {"llamacpp": tmp_path})
+    assert [one.name for one in entry.contenders] == ["kvist", "llamacpp"]
+    assert not entry.failures
 
 
 def test_kvist_and_a_server_program_run_the_same_works(tiny: Path, tmp_path: Path) -> None:
@@ -115,7 +123,7 @@ def test_kvist_and_a_server_program_run_the_same_works(tiny: Path, tmp_path: Pat
         (work, name): 1 for work in ("deep", "small", "start") for name in ("kvist", "llamacpp")
     }
     assert result.values["deep", "llamacpp"] == [pytest.approx(20.0)]
-    assert result.facts["llamacpp"] == {"version": "version: 7 (fake)"}
+    assert result.facts["llamacpp"] == {"version": "7 (fake)"}
     assert result.facts["kvist"]["threads"] == 1
     asked = [json.loads(line) for line in (tmp_path / "llama-server.log").read_text(encoding="utf-8").splitlines()]
     bodies = [entry["body"] for entry in asked]

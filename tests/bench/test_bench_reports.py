@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +17,11 @@ from helpers.tiny_models import write_tiny_gguf
 from kvist.bench.baseline import against_baseline, read_baseline
 from kvist.bench.render import footnotes, markdown, merged, plot
 from kvist.bench.roofline import model_cost, roofline, token_cost
-from kvist.bench.sweep import COLUMNS, Crowd, Setting, figures, parse_settings, sweep
+from kvist.bench.sweep import COLUMNS, Crowd, Setting, _serve, figures, parse_settings, sweep
 from kvist.bench.workloads import Work
 from kvist.config import EngineOptions, ModelConfig
-from kvist.errors import UsageError
+from kvist.errors import EngineError, UsageError
+from kvist.request import OutputDelta
 
 CPU = {"name": "A CPU", "usable_cores": 2, "cores": 4, "flags": ["avx2"]}
 
@@ -172,6 +177,17 @@ def test_a_row_of_a_sweep_is_made_of_the_requests_times() -> None:
     }
 
 
+def test_a_request_that_the_engine_fails_ends_the_sweep() -> None:
+    class Failing:
+        config = SimpleNamespace(model=SimpleNamespace(vocab_size=100))
+
+        async def generate(self, name: str, prompt: list[int], params: Any) -> AsyncIterator[list[OutputDelta]]:
+            yield [OutputDelta(name, 0, "", (), finish_reason="error", error="it broke")]
+
+    with pytest.raises(EngineError, match="it broke"):
+        asyncio.run(_serve(Failing(), Crowd(num_short=2), random.Random(0)))  # type: ignore[arg-type]
+
+
 def test_settings_are_parsed_and_default_to_the_three_that_matter() -> None:
     assert parse_settings(["max-num-seqs=1,8", "num_threads=2"], 4) == [
         Setting("max_num_seqs", 1), Setting("max_num_seqs", 8), Setting("num_threads", 2),
@@ -189,7 +205,10 @@ def test_a_sweep_serves_the_crowd_once_for_each_value(tmp_path: Path) -> None:
     crowd = Crowd(num_short=3, short_tokens=10, long_tokens=100, new_tokens=6, tokens_before_long=2)
     rows = sweep(options, parse_settings(["max-num-seqs=1,4"], 1), 2, done.append, crowd)
     assert [(row["option"], row["value"]) for row in rows] == [("max_num_seqs", 1), ("max_num_seqs", 4)]
-    assert all(row[name] > 0 for row in rows for name in COLUMNS)
+    assert all(row.keys() == {"option", "value", *COLUMNS} for row in rows)
+    # Two tokens of a model this small may come in one wake-up of the loop, with no time between them.
+    assert all(row["longest_pause"] >= row["per_token"] >= 0 for row in rows)
+    assert all(row[name] > 0 for row in rows for name in ("output_rate", "first_token", "long_first_token"))
     assert done == [0, 1]
     with pytest.raises(UsageError, match="does not fit the context"):
         sweep(options, parse_settings(["max-num-seqs=1"], 1), 1, done.append)

@@ -54,6 +54,8 @@ def load(setup):
             if setup["fail"] == "exit":
                 os.write(2, b"first words\nlast words\n")
                 os._exit(3)
+            if setup["fail"] == "killed":
+                os.kill(os.getpid(), 9)
             if setup["fail"] == "hang":
                 time.sleep(60)
             if setup["fail"] == "short":
@@ -98,7 +100,7 @@ else:
 
 def contender(folder: Path, name: str, *, total: float = 1.0, fail: str = "", fail_on: int = -1, child: bool = False) -> Contender:
     """A fake engine whose every run takes `total` seconds by its own account; all of one folder share its log. `fail`: load,
-    load-exit, untimed, or (on prompts of `fail_on` tokens) error, exit, hang, short."""
+    load-exit, untimed, or (on prompts of `fail_on` tokens) error, exit, killed, hang, short."""
     driver = folder / "fake_driver.py"
     driver.write_text(DRIVER.replace("\\\\", "\\"), encoding="utf-8")
     log = str(folder / "log")

@@ -1,8 +1,8 @@
 """From what the user named to contenders: which peers are there, what each is given to run, and why another cannot be.
 
 A peer is a Python environment that has the engine, or (llama.cpp) the folder of its programs. Everyone gets the same values: the
-GGUF file itself where the engine reads such files, else a folder of the same weights in bfloat16. Where the file's layers are not
-Q4_0, llama.cpp's best 4-bit format, the two engines that read GGUF files are also given the file requantized to it.
+GGUF file itself where the engine reads such files, else a folder of the same weights in bfloat16. Where the file's layers are in
+4 bits but not in Q4_0, llama.cpp's best such format, the two engines that read GGUF files also get the file requantized to it.
 """
 
 from __future__ import annotations
@@ -102,24 +102,26 @@ def enter(options: EngineOptions, model: Path, peers: Mapping[str, Path], *, als
         )
     ]
     failures = []
-    programs: dict[str, Path] = {}
+    four_bit = also_4_bit and next(iter(sizes), "").removeprefix("I").startswith("Q4") and next(iter(sizes)) != BEST_4_BIT
     for name, folder in peers.items():
-        try:
-            programs[name] = find_server(folder) if name == "llamacpp" else find_python(name, folder)
-            contenders.append(_contender(name, programs[name], _weights(name, model, file_says, say), options.num_threads))
-        except KvistError as error:
-            failures.append(Failure(name, None, str(error)))
-    if also_4_bit and sizes and next(iter(sizes)) != BEST_4_BIT:
-        label, tool = f"{{}} {BEST_4_BIT}", peers["llamacpp"] / "llama-quantize" if "llamacpp" in peers else None
-        for name in (name for name in READS_GGUF if name in programs):
+        labels = [name, f"{name} {BEST_4_BIT}"] if four_bit and name in READS_GGUF else [name]
+        for label in labels:
             try:
-                if tool is None or not tool.is_file():
-                    raise MissingPeerError("there is no llama-quantize in llama.cpp's folder, which makes the file")
-                weights = (str(requantize(model, tool, say)), f"{BEST_4_BIT}, requantized from the file; embedding and head Q8_0")
-                contenders.append(_contender(name, programs[name], weights, options.num_threads, label.format(name)))
+                program = find_server(folder) if name == "llamacpp" else find_python(name, folder)
+                weights = _weights(name, model, file_says, say) if label == name else _requantized(model, peers, say)
+                contenders.append(_contender(name, program, weights, options.num_threads, label))
             except KvistError as error:
-                failures.append(Failure(label.format(name), None, str(error)))
+                failures.append(Failure(label, None, str(error)))
+                break
     return Entry(tuple(contenders), tuple(failures))
+
+
+def _requantized(model: Path, peers: Mapping[str, Path], say: Say) -> tuple[str, str]:
+    """The file in llama.cpp's best 4-bit format, and what that is in words. Raises MissingPeerError, UsageError."""
+    tool = peers.get("llamacpp", Path()) / "llama-quantize"
+    if not tool.is_file():
+        raise MissingPeerError("there is no llama-quantize in llama.cpp's folder, which makes the file")
+    return str(requantize(model, tool, say)), f"{BEST_4_BIT}, requantized from the file; embedding and head Q8_0"
 
 
 def _weights(name: str, model: Path, file_says: str, say: Say) -> tuple[str, str]:
@@ -139,12 +141,12 @@ def torch_dtype() -> str:
     return "bfloat16" if FAST_BF16 & set(cpu_facts()["flags"]) else "float32"
 
 
-def _contender(engine: str, program: Path, weights: tuple[str, str], threads: int | None, name: str | None = None) -> Contender:
+def _contender(engine: str, program: Path, weights: tuple[str, str], threads: int | None, name: str) -> Contender:
     path, words = weights
     setup: dict[str, Any] = {"model": path, "threads": threads, "dtype": torch_dtype()}
     if engine == "llamacpp":
         setup |= {"server": str(program), "threads": threads or available_cpus()}
-        return Contender(name or engine, own_python(), driver_path(engine), setup, words)
+        return Contender(name, own_python(), driver_path(engine), setup, words)
     # -I: the peer's Python shall see its own packages alone, whatever this process was told by its environment.
     python = ("env", *ENVIRONMENT.get(engine, ()), str(program), "-I")
-    return Contender(name or engine, python, driver_path(engine), setup, words)
+    return Contender(name, python, driver_path(engine), setup, words)

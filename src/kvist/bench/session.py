@@ -139,9 +139,10 @@ class Session:
 
     def _last_words(self) -> str:
         status = self.process.wait()
+        end = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         self.complaints.seek(0)
         lines = [line for line in self.complaints.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"its process ended with status {status}" + (f": {lines[-1].strip()[:300]}" if lines else "")
+        return f"its process {end}" + (f": {lines[-1].strip()[:300]}" if lines else "")
 
     def _signal(self, number: signal.Signals) -> None:
         # Its own group, so that what it started (a server program, workers) is held and ended with it.

@@ -18,7 +18,7 @@ from typing import Any
 from kvist import AsyncEngine, SamplingParams
 from kvist.bench.workloads import SEED, draw_prompts
 from kvist.config import EngineOptions
-from kvist.errors import UsageError
+from kvist.errors import EngineError, UsageError
 
 COLUMNS = {
     "output_rate": "tokens/s",
@@ -76,11 +76,13 @@ def parse_settings(texts: Sequence[str], cpus: int) -> list[Setting]:
 
 
 async def _follow(engine: AsyncEngine, name: str, prompt: list[int], new_tokens: int, seen: Callable[[int], None]) -> list[float]:
-    """Times: of sending, then of each token."""
+    """Times: of sending, then of each token. Raises EngineError."""
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     times = [time.perf_counter()]
     async for deltas in engine.generate(name, prompt, params):
         now = time.perf_counter()
+        if failed := [delta.error for delta in deltas if delta.finish_reason == "error"]:
+            raise EngineError(failed[0] or "The engine failed a request.")
         times += [now for delta in deltas for _ in delta.token_ids]
         seen(len(times) - 1)
     return times

@@ -150,7 +150,7 @@ def compare_command(
         bool,
         typer.Option(
             "--peer-q4/--no-peer-q4",
-            help="Also give llama.cpp and OpenVINO the file requantized to Q4_0, where it is in another format.",
+            help="Also give llama.cpp and OpenVINO the file requantized to Q4_0, where it is in another 4-bit format.",
         ),
     ] = True,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that one measurement, or an engine's start, may take.")] = 900.0,

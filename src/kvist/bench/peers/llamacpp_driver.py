@@ -101,7 +101,9 @@ class Server:
 def load(setup: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], dict[str, Any]], dict[str, Any]]:
     """Nothing is loaded until the first request, which tells how many slots are needed."""
     told = subprocess.run([setup["server"], "--version"], capture_output=True, text=True, timeout=60)
-    lines = [line for line in (told.stdout + told.stderr).splitlines() if line.startswith(("version", "built"))]
+    lines = [
+        line.removeprefix("version: ") for line in (told.stdout + told.stderr).splitlines() if line.startswith(("version", "built"))
+    ]
     server = Server(setup)
     # This process ends with its input, and the program with it.
     atexit.register(server.stop)
