@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "peaks.h"
 #include "sampling.h"
 #include "thread_pool.h"
 
@@ -40,6 +41,7 @@ class Machine {
 
   int num_threads() const { return pool_.num_threads(); }
   bool bound() const { return pool_.bound(); }
+  Peaks peaks(size_t memory_bytes) { return measure_peaks(pool_, memory_bytes); }
   void embed(const Linear& table, const int32_t* ids, int count, float* out);
   void norm_linear(const float* x, int rows, const float* norm, float eps, const Linear& weight, float* out);
   void linear_add(const float* x, int rows, const Linear& weight, float* residual);

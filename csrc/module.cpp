@@ -150,6 +150,15 @@ NB_MODULE(KVIST_MODULE, m) {
   nb::class_<Machine>(m, "Machine")
       .def(nb::init<int, const std::vector<int>&>(), "num_threads"_a, "cpus"_a = std::vector<int>())
       .def_prop_ro("bound", &Machine::bound)
+      .def("peaks",
+           [](Machine& self, size_t memory_bytes) {
+             Peaks peaks;
+             {
+               const nb::gil_scoped_release released;
+               peaks = self.peaks(memory_bytes);
+             }
+             return nb::make_tuple(peaks.read_bytes, peaks.f32, peaks.w8a8, peaks.w4a8);
+           }, "memory_bytes"_a)
       .def_prop_ro("num_threads", &Machine::num_threads)
       .def("embed",
            [](Machine& self, const Linear& table, Array<const int32_t, 1> ids, Array<float, 2> out) {

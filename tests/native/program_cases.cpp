@@ -190,9 +190,16 @@ void what_does_not_fit_is_refused() {
   refused("a group without tables", [&] { program.run(pass); });
 }
 
+void peaks_are_positive() {
+  Machine machine(2);
+  const Peaks peaks = machine.peaks(1 << 16);
+  check(peaks.read_bytes > 0 && peaks.f32 > 0 && peaks.w8a8 > 0 && peaks.w4a8 > 0, "a peak is not positive");
+}
+
 }  // namespace
 
 void program_cases(Digest& digest) {
+  peaks_are_positive();
   runs_have_the_bits_of_direct_calls(digest);
   what_does_not_fit_is_refused();
 }

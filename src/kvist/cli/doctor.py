@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
 
 from kvist import __version__
 from kvist.bench.machine import machine_facts, read_bandwidth
-from kvist.cli.options import JsonFlag
+from kvist.cli.options import JsonFlag, engine_options, takes
 from kvist.cli.terminal import print_json
-from kvist.config import DEFAULT_MODEL, cache_dir, format_bytes
+from kvist.config import DEFAULT_MODEL, EngineOptions, cache_dir, format_bytes
+from kvist.errors import UsageError
 from kvist.kernels import cpu
 from kvist.machine import available_cpus
 
@@ -84,19 +87,28 @@ def advice(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def examine(measure: bool) -> dict[str, Any]:
-    """The whole report; `measure` reads memory for about a second to tell its bandwidth."""
+def measured(options: EngineOptions, kernels: dict[str, Any]) -> dict[str, Any]:
+    """Peaks of the machine with the kernels that run: bytes a second read, operations a second by format; a second or so."""
+    threads = options.num_threads or available_cpus()
+    isa = kernels["in_use"] if options.isa == "auto" else options.isa
+    if isa == "numpy":
+        return {"isa": isa, "num_threads": threads, "read_bytes": read_bandwidth(threads)}
+    return {"isa": isa, "num_threads": threads} | asdict(cpu.make_ops(isa, threads).peaks())
+
+
+def examine(measure: bool, options: EngineOptions) -> dict[str, Any]:
+    """The whole report; `measure` works for a second or two to tell what the machine reaches."""
     machine = machine_facts()
-    threads = available_cpus()
+    kernels = kernel_facts(machine["cpu"]["flags"])
     report: dict[str, Any] = {
         "version": __version__,
         "machine": machine,
-        "kernels": kernel_facts(machine["cpu"]["flags"]),
-        "read_bandwidth": {"bytes_per_second": read_bandwidth(threads), "num_threads": threads} if measure else None,
+        "kernels": kernels,
+        "peaks": measured(options, kernels) if measure else None,
         "compiler": compiler_facts(),
         "models": {"cache_dir": str(cache_dir()), "pulled": pulled_models()},
     }
-    return report | {"advice": advice(report), "ok": report["kernels"]["native"]}
+    return report | {"advice": advice(report), "ok": kernels["native"]}
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -110,9 +122,11 @@ def print_report(report: dict[str, Any]) -> None:
         ("cores", f"{processor['usable_cores']} of {processor['cores']} usable"),
         ("memory", f"{format_bytes(memory['available_bytes'])} free of {format_bytes(memory['total_bytes'] or 0)}"),
     ]
-    if report["read_bandwidth"]:
-        bandwidth = report["read_bandwidth"]
-        rows.append(("read speed", f"{bandwidth['bytes_per_second'] / 1e9:.1f} GB/s with {bandwidth['num_threads']} threads"))
+    if peaks := report["peaks"]:
+        rows.append(("read speed", f"{peaks['read_bytes'] / 1e9:.1f} GB/s with {peaks['num_threads']} threads"))
+        if "f32" in peaks:
+            figures = ", ".join(f"{peaks[name] / 1e9:.0f} {name}" for name in ("f32", "w8a8", "w4a8"))
+            rows.append(("products", f"{figures} GOP/s at most, from the first cache, with the {peaks['isa']} kernels"))
     pulled = [model["name"] for model in report["models"]["pulled"]]
     rows += [
         ("kernels", f"{kernels['in_use']} in use; built: {', '.join(kernels['built']) or 'none'}"),
@@ -125,18 +139,63 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"\n-> {line}")
 
 
+def _refuse_strays(options: EngineOptions) -> None:
+    """No option is taken and ignored: the plain report loads no model."""
+    if replace(options, isa="auto", num_threads=None) != EngineOptions():
+        raise UsageError("Only --step and --startup load a model: give one of them, or leave out all but --isa and --num-threads.")
+
+
+@takes(
+    options=engine_options(
+        ("model", "dtype", "quantization", "kv_cache_dtype", "num_kv_blocks", "num_threads", "pin_threads", "isa")
+    )
+)
 def doctor(
+    *,
     as_json: JsonFlag = False,
-    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Measure how fast memory is read (a second).")] = True,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure/--no-measure", help="Measure how fast memory is read and products are computed (two seconds)."),
+    ] = True,
+    step: Annotated[
+        bool,
+        typer.Option("--step", help="Take one request's decode step apart: Python and native calls, beside the machine's peaks."),
+    ] = False,
+    context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="With --step: tokens before the step; 64 without it.")
+    ] = None,
+    startup: Annotated[
+        bool, typer.Option("--startup", help="Take the start apart: from the start of a process to the first token.")
+    ] = False,
+    options: EngineOptions,
 ) -> None:
-    """Tell what this machine offers and what is missing.
+    """Tell what this machine offers and what is missing; or where the time of a step or of a start goes.
 
     Exit status 1 when no native kernels can run here, 0 otherwise.
     """
-    report = examine(measure)
+    if step and startup:
+        raise UsageError("--step and --startup are two reports; ask for one at a time.")
+    if not measure and (step or startup):
+        raise UsageError("--no-measure is for the plain report; --step and --startup measure.")
+    if context is not None and not (step and context > 0):
+        raise UsageError("--context takes a number of tokens, at least 1, and belongs to --step.")
+    if step:
+        from kvist.cli.doctor_step import examine_step, print_step
+
+        _show(examine_step(options, context or 64), print_step, as_json)
+    elif startup:
+        from kvist.cli.doctor_startup import examine_startup, print_startup
+
+        _show(examine_startup(options), print_startup, as_json)
+    else:
+        _refuse_strays(options)
+        _show(report := examine(measure, options), print_report, as_json)
+        if not report["ok"]:
+            raise typer.Exit(1)
+
+
+def _show(report: dict[str, Any], print_for_people: Callable[[dict[str, Any]], None], as_json: bool) -> None:
     if as_json:
         print_json(report)
     else:
-        print_report(report)
-    if not report["ok"]:
-        raise typer.Exit(1)
+        print_for_people(report)

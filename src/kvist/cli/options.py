@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -209,9 +209,9 @@ def _build_engine(values: Mapping[str, Any]) -> EngineOptions:
     return options
 
 
-def engine_options(**defaults: Any) -> Bundle:
-    """All of EngineOptions, with this command's own defaults for some fields."""
-    standard = {field.name: field.default for field in fields(EngineOptions)}
+def engine_options(only: Sequence[str] = (), **defaults: Any) -> Bundle:
+    """All of EngineOptions, or `only` some, with this command's own defaults for some fields."""
+    standard = {field.name: field.default for field in fields(EngineOptions) if not only or field.name in only}
     return Bundle({name: (_ENGINE[name], {**standard, **defaults}[name]) for name in standard}, _build_engine)
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvist.weights.source import TokenizerSource
 
 Report = Callable[[str], None]
+Done = Callable[[str], None]
 TOKENIZER_FILE, INFO_FILE, TEMPLATE_FILE, VERSION_FILE = (
     "tokenizer.json",
     "tokenizer_info.json",
@@ -68,10 +69,11 @@ class Loaded:
     tiers: Tiers | None = None
 
 
-def load(options: EngineOptions, *, report: Report | None = None) -> Loaded:
+def load(options: EngineOptions, *, report: Report | None = None, done: Done = lambda stage: None) -> Loaded:
     """Find (or pull), pack if need be, and bind a model. Raises ConfigError, ModelError, DownloadError.
 
-    `report` gets sentences for the user; without it, only warnings are given, as Python warnings.
+    `report` gets sentences for the user; without it, only warnings are given, as Python warnings. `done` is told each stage's end:
+    kernels, weights, tokenizer, pool, model.
     """
     from kvist.weights.hub import resolve_model
 
@@ -79,11 +81,14 @@ def load(options: EngineOptions, *, report: Report | None = None) -> Loaded:
     warn = report or _warn
     cpus = usable_cpus() if options.pin_threads else ()
     ops = select_ops(options.isa, options.num_threads or available_cpus(), warn=warn, cpus=cpus)
+    done("kernels")
     packed = _pack(resolve_model(options.model, progress=_stages(options.model, report)), options, report)
     for note in packed.notes:
         warn(note)
+    done("weights")
     tokenizer, template = _load_text(packed.files)
-    loaded = assemble(options, packed, ops, tokenizer, template, warn=warn)
+    done("tokenizer")
+    loaded = assemble(options, packed, ops, tokenizer, template, warn=warn, done=done)
     if report is not None:
         config = loaded.config
         report(f"Model {config.served_model_name} ({config.model.architecture}), isa {config.isa}, {config.num_threads} threads.")
@@ -101,6 +106,7 @@ def assemble(
     template: ChatTemplate | None,
     *,
     warn: Report | None = None,
+    done: Done = lambda stage: None,
 ) -> Loaded:
     """Size the pool, and bind the model to it. Raises ConfigError and ModelFormatError."""
     formats = "+".join(sorted({linear.format for linear in packed.linears.values()}))
@@ -108,9 +114,11 @@ def assemble(
     config = resolve(options, packed.config, isa=ops.isa, profile=profile, num_threads=ops.num_threads)
     key = make_key(packed.key, config.profile)
     memory = make_memory(config, key)
+    done("pool")
     model = build_model(
         packed.config, packed.linears, packed.vectors, ops, memory.arena.blocks, config.spec, max_model_len=config.effective_max_len
     )
+    done("model")
     # Last, as it takes the folder: whatever fails before leaves it free.
     tiers = (
         None if config.disk_tier is None else open_disk_tier(config.disk_tier, memory.manager, memory.arena.blocks, warn or _warn)

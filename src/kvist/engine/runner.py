@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from kvist.engine.batch import build_batch
-from kvist.kernels.ops import F32, ForwardBatch
+from kvist.kernels.ops import F32, ForwardBatch, Program
 from kvist.kv.spec import KVSpec
 from kvist.sched.output import ScheduledRequest, SchedulerOutput
 
@@ -23,6 +23,10 @@ LOGITS_SLICE = 64
 
 class ForwardModel(Protocol):
     """A model bound to its weights, kernels and KV memory. Both calls give a view that is valid until the next call of either."""
+
+    @property
+    def program(self) -> Program:
+        """What `forward` runs."""
 
     def forward(self, batch: ForwardBatch) -> F32:
         """Writes the rows' keys and values; logits [rows, vocabulary] of `batch.logit_rows`."""

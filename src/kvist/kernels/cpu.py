@@ -34,6 +34,21 @@ REQUIRED_FLAGS: dict[str, tuple[str, ...]] = {
 _MODULES = {"avx512": "kvist._cpu_avx512", "avx2": "kvist._cpu_avx2", "portable": "kvist._cpu_base"}
 
 
+PEAK_MEMORY = 256 << 20
+"""Bytes that are read to tell how fast memory is: more than the caches hold."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the machine reaches with a build's own building blocks: bytes a second read from memory, operations a second of f32
+    products and of the integer products of the quantized formats (scales left out)."""
+
+    read_bytes: float
+    f32: float
+    w8a8: float
+    w4a8: float
+
+
 def _import(isa: str) -> ModuleType | None:
     try:
         return importlib.import_module(_MODULES[isa])
@@ -88,6 +103,14 @@ class _LinearHandle:
     k: int
     keep: tuple[PackedLinear, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.keep)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(segment.format for segment in self.keep))
+
 
 @dataclass(frozen=True)
 class _CacheHandle:
@@ -98,7 +121,16 @@ class _CacheHandle:
 @dataclass(frozen=True)
 class _AttentionHandle:
     native: Any
-    keep: tuple[_CacheHandle, AttentionParams]
+    cache: _CacheHandle
+    params: AttentionParams
+
+    @property
+    def kv_format(self) -> str:
+        return self.cache.spec.kv_format
+
+    @property
+    def token_bytes(self) -> int:
+        return self.cache.spec.bytes_per_token_layer
 
 
 @dataclass(frozen=True)
@@ -166,7 +198,7 @@ class CpuOps:
             k_norm=params.k_norm,
             norm_eps=params.norm_eps,
         )
-        return _AttentionHandle(native, (cache, params))
+        return _AttentionHandle(native, cache, params)
 
     def bind_batch(self, batch: ForwardBatch) -> _StepHandle:
         native = self._module.Step(batch.positions, batch.query_start_loc)
@@ -228,3 +260,7 @@ class CpuOps:
             scores.top_logits,
         )
         return scores
+
+    def peaks(self) -> Peaks:
+        """Measured now, with all threads; about a second."""
+        return Peaks(*self._machine.peaks(PEAK_MEMORY))

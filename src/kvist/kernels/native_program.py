@@ -20,7 +20,7 @@ class NativeProgram:
 
     def __init__(self, native: Any, calls: Sequence[Call], result: Array) -> None:
         self.calls = tuple(calls)
-        self._native, self._result = native, result
+        self._native, self.result = native, result
         self._arrays = arrays_of(calls)
         numbers = {array: native.add_array(array.width, array.taken) for array in self._arrays}
         self._bound: list[F32 | None] = [None] * len(self._arrays)
@@ -30,13 +30,14 @@ class NativeProgram:
     def run(self, batch: ForwardBatch) -> F32:
         self._begin(batch)
         self._native.run()
-        return self._result.rows(batch)
+        return self.result.rows(batch)
 
     def run_timed(self, batch: ForwardBatch) -> list[int]:
         nanoseconds = np.zeros(len(self.calls), np.int64)
         self._begin(batch)
         self._native.run_timed(nanoseconds)
-        return [int(value) for value in nanoseconds]
+        times: list[int] = nanoseconds.tolist()
+        return times
 
     def _begin(self, batch: ForwardBatch) -> None:
         native, bound = self._native, self._bound

@@ -64,6 +64,11 @@ class PackedLinear:
     minimum: npt.NDArray[Any] | None = None
     bias: F32 | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Without the bias."""
+        return sum(part.nbytes for part in (self.data, self.scale, self.minimum) if part is not None)
+
 
 @dataclass(frozen=True)
 class GroupTables:
@@ -115,6 +120,13 @@ class Linear(Protocol):
     def n(self) -> int: ...
     @property
     def k(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """Weights, scales and minimums, as stored."""
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of the segments, each once."""
 
 
 class Program(Protocol):
@@ -122,6 +134,8 @@ class Program(Protocol):
 
     @property
     def calls(self) -> tuple[Call, ...]: ...
+    @property
+    def result(self) -> Array: ...
 
     def run(self, batch: ForwardBatch) -> F32:
         """Make all calls; the result array's rows, a view that is valid until the next run."""

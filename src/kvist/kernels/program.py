@@ -108,11 +108,12 @@ class DirectProgram:
 
     def __init__(self, ops: Ops, calls: Sequence[Call], result: Array) -> None:
         self.calls = tuple(calls)
-        self._ops, self._result, self._arrays = ops, result, arrays_of(calls)
+        self.result = result
+        self._ops, self._arrays = ops, arrays_of(calls)
 
     def run(self, batch: ForwardBatch) -> F32:
         self.run_timed(batch)
-        return self._result.rows(batch)
+        return self.result.rows(batch)
 
     def run_timed(self, batch: ForwardBatch) -> list[int]:
         step = self._ops.bind_batch(batch)

@@ -105,6 +105,9 @@ Segment = DenseSegment | QuantizedSegment
 class ReferenceLinear:
     segments: tuple[Segment, ...]
     k: int
+    nbytes: int
+    """As packed, which is what the other machines read."""
+    formats: tuple[str, ...]
 
     @property
     def n(self) -> int:
@@ -150,7 +153,9 @@ class ReferenceOps:
     def bind_linear(self, *segments: PackedLinear) -> ReferenceLinear:
         assert segments
         assert all(segment.k == segments[0].k for segment in segments)
-        return ReferenceLinear(tuple(bind_segment(segment) for segment in segments), segments[0].k)
+        formats = tuple(dict.fromkeys(segment.format for segment in segments))
+        num_bytes = sum(segment.nbytes for segment in segments)
+        return ReferenceLinear(tuple(bind_segment(segment) for segment in segments), segments[0].k, num_bytes, formats)
 
     def bind_cache(self, arena: npt.NDArray[np.uint8], spec: KVSpec) -> ReferenceCache:
         return ReferenceCache(arena, spec)

@@ -46,6 +46,10 @@ class ReferenceAttention:
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
 
+    @property
+    def token_bytes(self) -> int:
+        return int(self.keys[0].nbytes + self.values[0].nbytes) // self.block_size
+
     def write(self, slots: npt.NDArray[np.int64], key: F32, value: F32) -> None:
         """key and value [T, kv_heads, head_dim] go to their slots."""
         block, offset = slots // self.block_size, slots % self.block_size

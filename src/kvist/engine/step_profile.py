@@ -1,0 +1,163 @@
+"""Where the time of one request's decode step goes: the parts of Python, and each native call summed over the layers.
+
+It runs a request on an engine of its own whose scheduler and runner it stands in front of; the engine itself knows no stopwatch.
+Medians over the steps; the clock costs a few microseconds a step. Invariant: the parts of a step add up to the step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from kvist.engine.batch import build_batch
+from kvist.engine.engine import Engine
+from kvist.engine.runner import StepResult
+from kvist.errors import ConfigError
+from kvist.kernels.cost import Cost, cost_of
+from kvist.request import SamplingParams
+
+WARM_STEPS = 8
+PYTHON_PARTS = ("schedule", "batch", "program", "sample", "update", "output")
+"""In the order of a step. "program": from the batch's arrays to the native call, and back; "output": text, deltas, counters."""
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """Calls of one kind and shape in a step, added up. `num_bytes` and `operations` are what they have to read and compute."""
+
+    name: str
+    formats: tuple[str, ...]
+    calls: int
+    microseconds: float
+    num_bytes: int
+    operations: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Microseconds of a step, by part. `context`: the position of the last row measured."""
+
+    context: int
+    steps: int
+    step_microseconds: float
+    python: dict[str, float]
+    native: tuple[CallTime, ...]
+
+    @property
+    def python_microseconds(self) -> float:
+        return sum(self.python.values())
+
+    @property
+    def native_microseconds(self) -> float:
+        return sum(call.microseconds for call in self.native)
+
+
+class _Timed:
+    """Stands before the scheduler and the runner, and notes when each part of a step ends."""
+
+    def __init__(self, inner: Any, ends: dict[str, int]) -> None:
+        self._inner, self._ends = inner, ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _TimedScheduler(_Timed):
+    def schedule(self, now: float) -> Any:
+        output = self._inner.schedule(now)
+        self._ends["schedule"] = time.perf_counter_ns()
+        return output
+
+    def update(self, output: Any, sampled: Any) -> None:
+        self._ends["sample"] = time.perf_counter_ns()
+        self._inner.update(output, sampled)
+        self._ends["update"] = time.perf_counter_ns()
+
+
+class _TimedRunner(_Timed):
+    """Runs the model's program call by call on the clock."""
+
+    times: list[int]
+    batch: Any
+
+    def forward(self, output: Any) -> StepResult:
+        spec, program = self._inner.spec, self._inner.model.program
+        batch = build_batch(output.scheduled, spec.block_size, len(spec.groups))
+        self._ends["batch"] = time.perf_counter_ns()
+        self.times, self.batch = program.run_timed(batch), batch
+        result = StepResult(batch, program.result.rows(batch))
+        self._ends["program"] = time.perf_counter_ns()
+        return result
+
+
+def profile_step(engine: Engine, *, context: int = 64, steps: int = 64) -> StepProfile:
+    """Decode `steps` tokens of one greedy request behind a prompt of `context` tokens. The engine must be idle, and serves nobody
+    afterwards. Raises ConfigError when its context is too short."""
+    room = engine.config.effective_max_len
+    if context + WARM_STEPS + steps > room:
+        raise ConfigError(f"A step at {context} tokens takes {context + WARM_STEPS + steps} in all, and the engine holds {room}.")
+    vocabulary = engine.config.model.vocab_size
+    params = SamplingParams(temperature=0.0, max_tokens=WARM_STEPS + steps, ignore_eos=True)
+    engine.add_request("profile", [7919 * i % vocabulary for i in range(1, context + 1)], params)
+    while engine.snapshot().generated_tokens < WARM_STEPS:
+        engine.step()
+    ends: dict[str, int] = {}
+    runner = _TimedRunner(engine.runner, ends)
+    engine.runner, engine.scheduler = _as_any(runner), _as_any(_TimedScheduler(engine.scheduler, ends))
+    totals, python = [], defaultdict[str, list[float]](list)
+    native = defaultdict[Cost, list[float]](list)
+    calls: dict[Cost, int] = {}
+    while engine.has_work:
+        started = time.perf_counter_ns()
+        engine.step()
+        ends["output"] = time.perf_counter_ns()
+        totals.append((ends["output"] - started) / 1e3)
+        for name in PYTHON_PARTS:
+            inside = sum(runner.times) if name == "program" else 0
+            python[name].append((ends[name] - started - inside) / 1e3)
+            started = ends[name]
+        calls = _add_calls(runner, native)
+    return StepProfile(
+        context=int(runner.batch.seq_lens[0]) - 1,
+        steps=len(totals),
+        step_microseconds=statistics.median(totals),
+        python={name: statistics.median(python[name]) for name in PYTHON_PARTS},
+        native=_by_name(native, calls),
+    )
+
+
+def _as_any(stand_in: Any) -> Any:
+    return stand_in
+
+
+def _add_calls(runner: _TimedRunner, native: dict[Cost, list[float]]) -> dict[Cost, int]:
+    """The step's calls by cost, their times added to `native`; how many calls each is."""
+    sums, counts = defaultdict[Cost, float](float), defaultdict[Cost, int](int)
+    for call, nanoseconds in zip(runner.model.program.calls, runner.times, strict=True):
+        cost = cost_of(call, runner.batch)
+        sums[cost] += nanoseconds / 1e3
+        counts[cost] += 1
+    for cost, microseconds in sums.items():
+        native[cost].append(microseconds)
+    return counts
+
+
+def _by_name(native: dict[Cost, list[float]], calls: dict[Cost, int]) -> tuple[CallTime, ...]:
+    """Steps differ in bytes by the keys that attention reads: the last step's are told."""
+    times = defaultdict[tuple[str, tuple[str, ...]], list[float]](list)
+    for cost, values in native.items():
+        times[cost.name, cost.formats] += values
+    return tuple(
+        CallTime(
+            cost.name,
+            cost.formats,
+            count,
+            statistics.median(times[cost.name, cost.formats]),
+            cost.num_bytes * count,
+            cost.operations * count,
+        )
+        for cost, count in calls.items()
+    )
