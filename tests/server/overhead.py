@@ -21,80 +21,67 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 WORDS = ("The", " twig", " is", " a", " small", " branch", " of", " the", " tree", ",")
 PROMPT = "Tell me about twigs."
 
 
-@dataclass
-class SleepingEngine:
-    """As much of `engine.Engine` as `AsyncEngine` uses: one token a step for each request, after a sleep."""
+def sleeping_engine(step_seconds: float) -> Any:
+    """A tiny engine whose steps only sleep, and give each request one token."""
+    from helpers.tiny_engine import tiny_loaded
+    from kvist.engine.engine import Engine
+    from kvist.request import OutputDelta, RequestUsage, SamplingParams
 
-    step_seconds: float
-    config: Any = None
-    tokenizer: Any = None
-    chat_template: object = "fake"
-    open: dict[str, list[int]] = field(default_factory=dict)
-    """Tokens given so far, and the budget."""
+    class SleepingEngine(Engine):
+        """Requests by name, with the tokens given so far and the budget."""
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.open)
+        given: ClassVar[dict[str, list[int]]] = {}
 
-    def add_request(self, request_id: str, prompt: list[int], params: Any, **options: Any) -> None:
-        self.open[request_id] = [0, params.max_tokens]
+        @property
+        def has_work(self) -> bool:
+            return bool(self.given)
 
-    def abort(self, request_id: str, *, unread: bool = False) -> None:
-        self.open.pop(request_id, None)
+        def add_request(self, request_id: str, prompt: list[int], params: SamplingParams, **options: Any) -> None:
+            self.given[request_id] = [0, params.max_tokens or 1]
 
-    def is_open(self, request_id: str) -> bool:
-        return request_id in self.open
+        def abort(self, request_id: str, *, unread: bool = False) -> None:
+            self.given.pop(request_id, None)
 
-    def check_idle(self) -> None:
-        assert not self.open
+        def is_open(self, request_id: str) -> bool:
+            return request_id in self.given
 
-    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        return list(range(10, 30))
+        def step(self) -> list[OutputDelta]:
+            time.sleep(step_seconds)
+            deltas = []
+            for request_id, state in list(self.given.items()):
+                state[0] += 1
+                count, budget = state
+                last = count == budget
+                usage = RequestUsage(20, 0, count) if last else None
+                word = WORDS[count % len(WORDS)]
+                deltas.append(OutputDelta(request_id, 0, word, (count,), finish_reason="length" if last else None, usage=usage))
+                if last:
+                    del self.given[request_id]
+            return deltas
 
-    def step(self) -> list[Any]:
-        from kvist.request import OutputDelta, RequestUsage
-
-        time.sleep(self.step_seconds)
-        deltas = []
-        for request_id, state in list(self.open.items()):
-            state[0] += 1
-            count, budget = state
-            last = count == budget
-            usage = RequestUsage(20, 0, count) if last else None
-            word = WORDS[count % len(WORDS)]
-            deltas.append(OutputDelta(request_id, 0, word, (count,), finish_reason="length" if last else None, usage=usage))
-            if last:
-                del self.open[request_id]
-        return deltas
-
-    def snapshot(self) -> Any:
-        from server_fakes import FakeSnapshot
-
-        return FakeSnapshot(len(self.open), 0, {}, {})
+    return SleepingEngine(tiny_loaded(model={"context": 1 << 14}, num_kv_blocks=1 << 11))
 
 
 def serve(step_seconds: float) -> None:
     """The server process: says its port, serves until it is killed."""
-    from server_fakes import FakeTokenizer, config
-
+    sys.path[:0] = [str(Path(__file__).parents[1])]
     from kvist.engine.async_engine import AsyncEngine
     from kvist.server.app import create_app
     from kvist.server.life import Life
     from kvist.server.options import ServerOptions
     from kvist.server.run import bind, serve_app
 
-    engine = AsyncEngine(SleepingEngine(step_seconds, config(max_model_len=100_000, pool_tokens=1 << 20), FakeTokenizer()))  # type: ignore[arg-type]
+    engine = AsyncEngine(sleeping_engine(step_seconds))
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    options, life = ServerOptions(), Life()
+    options, life = ServerOptions(warm_up=False), Life()
     app = create_app(engine, options, life)
     serve_app(app, listener, options, life, on_ready=lambda: print(port, flush=True), stop_engine=engine.shutdown)
 
@@ -126,7 +113,7 @@ def resident_bytes(pid: int) -> int:
 def request_bytes(route: str, tokens: int) -> bytes:
     prompt = {"messages": [{"role": "user", "content": PROMPT}]} if route == "chat" else {"prompt": PROMPT}
     options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens, "temperature": 0}
-    body = json.dumps({"model": "fake", **prompt, **options}).encode()
+    body = json.dumps({**prompt, **options}).encode()
     path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body

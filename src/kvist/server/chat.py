@@ -27,7 +27,7 @@ from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import TokenLabels, chat_entries
 from kvist.server.protocol import ChatRequest, parse_request
 from kvist.server.state import ServerState, state_of
-from kvist.server.streaming import GenerationResponse, Plan, dumps
+from kvist.server.streaming import GenerationResponse, Plan, dumps, quoted
 from kvist.server.tools import ToolUse
 
 router = APIRouter()
@@ -177,9 +177,18 @@ class ChatFormat:
         self._logprobs = body.logprobs
         self._started: set[int] = set()
         self._reading = reading
+        self._plain = reading is None and not body.logprobs
+        """A chunk in mid-answer holds a text and nothing else: nearly all are such, and take the short way."""
         self._readers: dict[int, AnswerReader] = {}
 
-    def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:
+    def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterable[str]:
+        if self._plain and delta.finish_reason is None and choice in self._started:
+            content = quoted(delta.text)
+            event = f'{self._head}{choice},"delta":{{"content":{content}}},"logprobs":null,"finish_reason":null{tail}'
+            return (event,) if delta.text else ()
+        return self._all_events(choice, delta, tail)
+
+    def _all_events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:
         head = f"{self._head}{choice}"
         if choice not in self._started:
             self._started.add(choice)
@@ -187,7 +196,7 @@ class ChatFormat:
         reason = delta.finish_reason
         shown: list[dict[str, Any]] = [{"content": delta.text}] if delta.text else []
         if self._reading is not None:
-            reader = self._readers.setdefault(choice, self._reading.reader())
+            reader = self._readers.get(choice) or self._readers.setdefault(choice, self._reading.reader())
             shown = reader.push(delta.text, last=reason is not None)
             reason = self._reading.finish_reason(reason, bool(reader.calls))  # type: ignore[assignment]
         for i, piece in enumerate(shown or ([{"content": ""}] if delta.logprobs else [])):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import CompletionLogprobs, TokenLabels, join_pieces
 from kvist.server.protocol import CompletionRequest, parse_request
 from kvist.server.state import ServerState, state_of
-from kvist.server.streaming import GenerationResponse, Plan, dumps
+from kvist.server.streaming import GenerationResponse, Plan, dumps, quoted
 
 router = APIRouter()
 
@@ -105,12 +105,19 @@ class CompletionFormat:
         }
         self._head = dumps(self._common)[:-1] + ',"choices":[{"index":'
         self._body = body
+        self._plain = body.logprobs is None
+        """A chunk in mid-answer holds a text and nothing else, and takes the short way."""
         self._jobs = jobs
         self._labels = labels
         self._open: dict[int, CompletionLogprobs] = {}
         self._started: set[int] = set()
 
-    def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:
+    def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterable[str]:
+        if self._plain and delta.finish_reason is None and choice in self._started:
+            return (self._chunk(choice, delta.text, "null", tail),) if delta.text else ()
+        return self._all_events(choice, delta, tail)
+
+    def _all_events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:
         if choice not in self._started:
             self._started.add(choice)
             if self._body.echo:
@@ -144,7 +151,7 @@ class CompletionFormat:
         }
 
     def _chunk(self, choice: int, text: str, logprobs: str, tail: str) -> str:
-        return f'{self._head}{choice},"text":{dumps(text)},"logprobs":{logprobs},"finish_reason":null{tail}'
+        return f'{self._head}{choice},"text":{quoted(text)},"logprobs":{logprobs},"finish_reason":null{tail}'
 
     def _job(self, choice: int) -> Job:
         return self._jobs[choice // self._body.n]

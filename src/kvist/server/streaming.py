@@ -37,6 +37,8 @@ MANY_SCORES = 500
 
 dumps = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 """ASCII only: no client can split a line inside a character, or at one that it takes for a line's end."""
+quoted = json.encoder.encode_basestring_ascii
+"""A string alone, as `dumps` has it, at half the cost."""
 
 TAILS = {"none": "}]}", "last": '}],"usage":null}'}
 """What closes a chunk, where it is the same for all."""

@@ -15,7 +15,7 @@ from kvist.config import EngineConfig
 from kvist.server.metrics import Metrics
 from kvist.server.series import by, counter, gauge, histogram
 
-SOURCES = {"computed": "local_compute", "prefix_hit": "local_cache_hit"}
+SOURCES = {"computed": "local_compute", "prefix_hit": "local_cache_hit", "disk_hit": "external_kv_transfer"}
 
 
 class VllmSeries(Collector):
