@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 
 FAST_BF16 = {"avx512_bf16", "amx_tile", "bf16"}
-"""Instruction sets without which torch computes bfloat16 many times slower than float32."""
+"""Instruction sets without which torch computes in bfloat16 slower than in float32."""
 
 
 class MissingPeerError(KvistError):
