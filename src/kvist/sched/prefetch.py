@@ -1,9 +1,10 @@
 """Which waiting requests have blocks brought back from a tier, and for how long they may wait for them.
 
-The first DEPTH waiting requests are looked at in each step. Where a tier would lengthen the hit, and reading is cheaper than
-computing, blocks are taken for it and a plan goes out with the step; when it is complete, the blocks are in the prefix index, and
-admission finds them like any others. The first in the queue is held for its own plan until then, but no longer than computing would
-have taken (within MIN_WAIT and MAX_WAIT seconds): then it is admitted with what is there, and what comes later serves others.
+The scheduler asks for the first in the queue before it admits it, and for DEPTH of those that still wait after that. Where a tier
+would lengthen the hit, and reading is cheaper than computing, blocks are taken for it and a plan goes out with the step; when it is
+complete, the blocks are in the prefix index, and admission finds them like any others. The first in the queue is held for its own
+plan until then, but no longer than computing would have taken (within MIN_WAIT and MAX_WAIT seconds): then it is admitted with what
+is there, and what comes later serves others.
 
 It decides on integers and the step's `now`; it moves nothing. Invariants: one plan a request and stay in the queue, so nobody waits
 twice; a plan takes free blocks only, beyond the reserve that admission leaves; a request that left does not end its plan, whose
@@ -45,11 +46,11 @@ class Prefetcher:
         self._running_plans: set[int] = set()
 
     def look_ahead(self, waiting: Sequence[Request], running: Iterable[Request], now: float) -> tuple[TransferPlan, ...]:
-        """Plans for the first waiting requests that have none yet."""
+        """Plans for those of these waiting requests that have none yet."""
         if self._tier.is_empty:
             return ()
         plans = []
-        for request in waiting[:DEPTH]:
+        for request in waiting:
             if request.request_id not in self._waits and (plan := self._plan(request, running, now)) is not None:
                 plans.append(plan)
         return tuple(plans)

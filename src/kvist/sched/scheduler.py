@@ -31,7 +31,7 @@ Invariants: running and waiting are sorted by key and disjoint; a waiting reques
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from kvist.errors import ContextLengthError
@@ -160,6 +160,8 @@ class Scheduler:
         self._advance_running(step, one_row=True)
         self._advance_running(step, one_row=False)
         obstacle = "blocks" if step.preempted else self._admit(step)
+        if not step.preempted:
+            self._look_ahead(self._waiting[:DEPTH], step)
         self._tell_newcomers(step, obstacle)
         self._num_stalls += step.stalled
         self._in_flight = {job.request.request_id: job for job in step.rows}
@@ -288,9 +290,6 @@ class Scheduler:
     def _admit(self, step: Step) -> str:
         """Start waiting requests in order; what the first that still waits lacks (of no meaning if none does)."""
         manager = self._manager
-        if self._prefetcher is not None:
-            running = [one.request for one in self._running]
-            step.restores = self._prefetcher.look_ahead([one.request for one in self._waiting[:DEPTH]], running, step.now)
         while self._waiting:
             if len(self._running) >= self._max_running:
                 return "seats"
@@ -300,7 +299,7 @@ class Scheduler:
             match = manager.match(job.request) if self._use_cache else manager.no_match()
             if self._use_cache and manager.is_being_computed(job.request, match, (one.request for one in self._running)):
                 return "prefix"
-            if self._prefetcher is not None and self._prefetcher.holds(job.request, step.now):
+            if self._waits_for_tier(job, step):
                 return "tier"
             if not manager.has_room(job.request, match, alone=not self._running, growth=self._growth(job)):
                 if self._running or not match.num_tokens:
@@ -314,6 +313,16 @@ class Scheduler:
             assert granted, "a request is admitted only if its blocks are there"
             step.give(job, rows)
         return ""
+
+    def _look_ahead(self, jobs: Sequence[Job], step: Step) -> None:
+        """Have blocks brought back for waiting requests; after admission, so that this evicts nothing that those just found."""
+        if self._prefetcher is not None:
+            running = [one.request for one in self._running]
+            step.restores += self._prefetcher.look_ahead([job.request for job in jobs], running, step.now)
+
+    def _waits_for_tier(self, job: Job, step: Step) -> bool:
+        self._look_ahead([job], step)
+        return self._prefetcher is not None and self._prefetcher.holds(job.request, step.now)
 
     def _growth(self, job: Job) -> int:
         """Blocks that `job` leaves to those that run when it comes back after a preemption, twice as many each time: otherwise the
