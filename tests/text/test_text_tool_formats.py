@@ -77,6 +77,22 @@ def test_bound_answers_are_calls(marks: Any) -> None:
         assert not bound(style, one.replace("city", "town"), marks)
 
 
+def test_keywords_that_cannot_be_enforced_are_refused_for_strict_tools_alone() -> None:
+    schema = {
+        "properties": {"a": {"type": "array", "uniqueItems": True}, "b": {"type": "string", "format": "new"}},
+        "if": {},
+        "oneOf": [{}, {}],
+    }
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": [1, 1], "b": "x"}}\n</tool_call>'
+    loose, strict = (
+        answer_form(None, HERMES.grammar([Tool("f", schema, strict=s)], plain, many=False, free=False), "none", plain)
+        for s in (False, True)
+    )
+    assert fits(loose, text)
+    with pytest.raises(InvalidRequestError, match="Unimplemented"):
+        fits(strict, text)
+
+
 @pytest.mark.parametrize("marks", [plain, special])
 def test_free_answers_are_text_and_calls_that_fit(marks: Any) -> None:
     one = f"<tool_call>\n{ROME}\n</tool_call>"

@@ -42,7 +42,7 @@ class ToolFormat:
         also be plain text, and calls may follow text. `special` gives the id of a special token by its text, else None."""
         mark = _Mark(self.markup.opens, special)
         rules = [f"call_{i}: {self._call(tool, f'arguments_{i}', special)}" for i, tool in enumerate(tools)]
-        rules += [f"arguments_{i}: %json {_schema(tool.parameters)}" for i, tool in enumerate(tools)]
+        rules += [f"arguments_{i}: %json {_schema(tool)}" for i, tool in enumerate(tools)]
         any_call = "(" + " | ".join(f"call_{i}" for i in range(len(tools))) + ")"
         body, repeats = self._body(any_call, many)
         if not free:
@@ -123,7 +123,9 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _schema(parameters: Schema) -> str:
-    """The schema of a call's arguments, always those of an object."""
-    schema = {"type": "object", **parameters}
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **dict(schema.get("x-guidance") or {})}})
+def _schema(tool: Tool) -> str:
+    """The schema of a call's arguments, always those of an object. What llguidance does not know of it is let go for tools that are
+    not strict: a call that parses is worth more than none."""
+    schema = {"type": "object", **tool.parameters}
+    loose = {} if tool.strict else {"lenient": True, "coerce_one_of": True}
+    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **loose, **dict(schema.get("x-guidance") or {})}})
