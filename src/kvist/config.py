@@ -106,6 +106,7 @@ class EngineOptions:
     kv_allocator: str = "paged"
     eviction_policy: str | None = None
     """None: density, where there is a choice (paged blocks)."""
+    kv_pin_budget: float = 0.25
     num_threads: int | None = None
     pin_threads: bool = False
     isa: Isa = "auto"
@@ -165,6 +166,7 @@ class EngineConfig:
     use_cache: bool
     watermark: float
     eviction_policy: str
+    kv_pin_budget: float
     isa: str
     profile: str
     num_threads: int
@@ -222,6 +224,8 @@ def check_options(options: EngineOptions) -> None:
         )
     if not (isinstance(options.watermark, (int, float)) and 0.0 <= options.watermark < 1.0):
         raise ConfigError(f"watermark is the share of the pool kept free, in [0, 1), not {options.watermark!r}.")
+    if not (isinstance(options.kv_pin_budget, (int, float)) and 0.0 <= options.kv_pin_budget < 1.0):
+        raise ConfigError(f"kv_pin_budget is the share of the pool that may be pinned, in [0, 1), not {options.kv_pin_budget!r}.")
     if options.seed is not None and (not isinstance(options.seed, int) or isinstance(options.seed, bool)):
         raise ConfigError(f"seed must be a whole number, not {options.seed!r}.")
     if options.kv_allocator == "contiguous" and options.enable_prefix_caching and options.use_cache:
@@ -284,6 +288,7 @@ def resolve(
         use_cache=options.use_cache,
         watermark=options.watermark,
         eviction_policy=options.eviction_policy or EVICTION_POLICIES[0],
+        kv_pin_budget=options.kv_pin_budget,
         isa=isa,
         profile=profile,
         num_threads=num_threads,

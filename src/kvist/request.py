@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Literal, NoReturn
 
 from kvist.errors import InvalidRequestError
+from kvist.kv.hints import KVHints
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 EventKind = Literal["waiting", "started", "preempted", "stalled", "swapped", "resumed"]
@@ -221,19 +222,18 @@ class RequestStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefixMiss:
-    """Why a prefix hit ended where it did. `reason` is one of
-
-    * `never_seen`: the block at `position` was never in the cache;
-    * `not_found`: it is not there now, and whether it ever was is not recorded;
-    * `partial_block`: every whole block of the prompt was found, and only whole blocks are kept;
-    * `prompt_logprobs`: no lookup, as scores need each prompt token computed;
-    * `caching_off`: no lookup, as the engine keeps no prefixes.
-    """
+    """Why a prefix hit ended where it did. `reason` is `never_seen` (the block there was never in the cache), `evicted`,
+    `expired` (evicted after the time for which it was to be kept), `rewritten` (the prompt differs in the middle of a known
+    conversation, as when a template leaves out an earlier answer), `not_found` (whether it ever was there is not recorded),
+    `partial_block` (every whole block of the prompt was found, and only whole ones are kept), or no look-up was made:
+    `prompt_logprobs` (scores need each prompt token computed), `caching_off` (the engine keeps no prefixes)."""
 
     reason: str
     position: int
     """The first prompt token that the hit does not cover: the prompt differs from all that is kept within the block that begins
     here."""
+    evicted_ago: float | None = None
+    """Seconds since that eviction, where it is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +269,8 @@ class Request:
     priority: int = 0
     """Smaller is served earlier."""
     wants_events: bool = False
+    kv: KVHints | None = None
+    """How long to keep the prompt's blocks."""
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "kvist"
-LEAVES = {"config", "errors", "machine", "request", "kv.spec"}
+LEAVES = {"config", "errors", "machine", "request", "kv.spec", "kv.hints"}
 ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     "errors": set(),
     "machine": set(),
     "request": {"errors"},
     "kv.spec": {"errors"},
+    "kv.hints": {"errors"},
     "kv": set(),
     "sched": {"kv"},
     "planner": {"sched", "kv"},

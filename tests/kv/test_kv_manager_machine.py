@@ -45,7 +45,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
-        request = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
+        self.start(self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting)))))
+
+    def start(self, request: Request) -> None:
         marks = self.marks(request)
         lengths = range((request.num_tokens - 1) // SIZE + 1)
         best = max(
@@ -72,6 +74,9 @@ class ManagerMachine(RuleBasedStateMachine):
         request = self.running[data.draw(st.sampled_from(sorted(self.running)))]
         if request.num_computed_tokens == request.num_tokens:
             request.output_token_ids.append(rows % 2)
+        self.advance(request, rows)
+
+    def advance(self, request: Request, rows: int) -> None:
         rows = min(rows, request.num_tokens - request.num_computed_tokens)
         before = self.held(request)
         fit = self.manager.fit(request, rows)

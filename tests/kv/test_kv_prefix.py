@@ -12,6 +12,7 @@ from kvist.kv.block import BlockHash
 from kvist.kv.prefix import PrefixIndex
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(12)]
+ROOT = BlockHash(bytes([255]) * 32)
 
 
 def filled(windows: tuple[int | None, ...], present: list[set[int]], size: int = 4) -> PrefixIndex:
@@ -19,7 +20,7 @@ def filled(windows: tuple[int | None, ...], present: list[set[int]], size: int =
     index = PrefixIndex(12 * len(windows), windows, size)
     for group, blocks in enumerate(present):
         for block in sorted(blocks):
-            assert index.insert(group, [HASHES[block]], [12 * group + block]) == [0]
+            assert index.insert(group, ROOT, ROOT, [HASHES[block]], [12 * group + block]) == [0]
     return index
 
 
@@ -57,8 +58,8 @@ def test_a_hit_is_valid_in_every_group() -> None:
 
 def test_the_first_of_two_blocks_with_one_name_is_kept() -> None:
     index = PrefixIndex(4, (None,), 4)
-    assert index.insert(0, [HASHES[0], HASHES[1]], [2, 1]) == [0, 1]
-    assert index.insert(0, [HASHES[0], HASHES[2]], [3, 0]) == [1]
+    assert index.insert(0, ROOT, ROOT, [HASHES[0], HASHES[1]], [2, 1]) == [0, 1]
+    assert index.insert(0, ROOT, ROOT, [HASHES[0], HASHES[2]], [3, 0]) == [1]
     assert (index.get(0, HASHES[0]), index.hash_of(3), len(index)) == (2, None, 3)
     assert index.remove([2, 0]) == [HASHES[0], HASHES[2]]
     assert (index.get(0, HASHES[0]), len(index)) == (None, 1)

@@ -22,7 +22,8 @@ import uvicorn
 from kvist.config import EngineConfig, EngineOptions, ModelConfig, resolve
 from kvist.engine.admission import check_request
 from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
-from kvist.errors import EngineStoppedError
+from kvist.errors import EngineStoppedError, InvalidRequestError
+from kvist.kv.hints import KVHints
 from kvist.request import OutputDelta, RequestEvent, RequestUsage, SamplingParams, TokenLogprob
 from kvist.server.app import create_app
 from kvist.server.client import EngineClient
@@ -166,6 +167,9 @@ class FakeEngine:
         queries = sum(self.sources.values())
         return FakeSnapshot(self.running, self.waiting, blocks, dict(self.sources), self.generated, queries, steps=self.generated)
 
+    async def ask_kv(self, question: str, **details: Any) -> Any:
+        raise InvalidRequestError("The fake engine keeps no blocks.")
+
     async def generate(
         self,
         request_id: str,
@@ -175,6 +179,7 @@ class FakeEngine:
         cache_salt: str = "",
         priority: int = 0,
         wants_events: bool = False,
+        kv: KVHints | None = None,
     ) -> AsyncGenerator[list[OutputDelta], None]:
         budget = check_request(self.config, prompt_token_ids, params)
         if self._stopped:

@@ -146,6 +146,9 @@ _ENGINE: dict[str, Any] = {
             "paged blocks), or the least recently used.",
         ),
     ],
+    "kv_pin_budget": Annotated[
+        float, typer.Option(rich_help_panel="Memory", help="Share of the pool that requests may pin (kv.pin); 0 refuses pins.")
+    ],
     "num_threads": Annotated[
         int | None,
         typer.Option(

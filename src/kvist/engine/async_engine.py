@@ -14,7 +14,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvist.engine.engine import Engine
 from kvist.engine.snapshot import EngineSnapshot
 from kvist.engine.streams import Mailbox, Stream
 from kvist.errors import EngineStoppedError, InvalidRequestError, KvistError
+from kvist.kv.hints import KVHints
 from kvist.request import OutputDelta, SamplingParams
 
 logger = logging.getLogger("kvist")
@@ -56,11 +57,20 @@ class _Abort:
 
 
 @dataclass(frozen=True)
+class _Ask:
+    """A question about KV memory, answered between steps."""
+
+    question: str
+    details: Mapping[str, Any]
+    answer: Future[Any]
+
+
+@dataclass(frozen=True)
 class _Stop:
     pass
 
 
-_Command = _Add | _Leave | _Abort | _Stop
+_Command = _Add | _Leave | _Abort | _Ask | _Stop
 
 
 class AsyncEngine:
@@ -123,12 +133,13 @@ class AsyncEngine:
         cache_salt: str = "",
         priority: int = 0,
         wants_events: bool = False,
+        kv: KVHints | None = None,
     ) -> AsyncIterator[list[OutputDelta]]:
         """All deltas of the request at each wake-up, until each of its `n` choices has had its last. Raises InvalidRequestError
         before the first item, EngineStoppedError when the engine ends. Leaving the iterator early aborts the request."""
         check_request(self.config, prompt_token_ids, params)
         loop = asyncio.get_running_loop()
-        options = {"cache_salt": cache_salt, "priority": priority, "wants_events": wants_events}
+        options = {"cache_salt": cache_salt, "priority": priority, "wants_events": wants_events, "kv": kv}
         if params.structured_outputs is not None:
             options["grammar"] = await loop.run_in_executor(self._workers, self._engine.compile_form, params)
         stream = Stream(self._mailbox(loop))
@@ -151,6 +162,12 @@ class AsyncEngine:
 
     def snapshot(self) -> EngineSnapshot:
         return self._snapshot
+
+    async def ask_kv(self, question: str, **details: Any) -> Any:
+        """See `engine.kv_view`. Raises InvalidRequestError, EngineStoppedError when the engine ends."""
+        answer: Future[Any] = Future()
+        self._send(_Ask(question, details, answer))
+        return await asyncio.wrap_future(answer)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         def run() -> list[int]:
@@ -224,6 +241,12 @@ class AsyncEngine:
                     self._engine.abort(request_id, unread=True)
             case _Abort(request_id):
                 self._engine.abort(request_id)
+            case _Ask(question, details, answer):
+                if answer.set_running_or_notify_cancel():
+                    try:
+                        answer.set_result(self._engine.ask_kv(question, **details))
+                    except KvistError as error:
+                        answer.set_exception(error)
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         """One post, and so at most one wake-up, per event loop."""
@@ -248,5 +271,7 @@ class AsyncEngine:
             command = self._inbox.get()
             if isinstance(command, _Add):
                 streams.append(command.stream)
+            elif isinstance(command, _Ask) and command.answer.set_running_or_notify_cancel():
+                command.answer.set_exception(EngineStoppedError(reason))
         for stream in streams:
             stream.mailbox.post((), [(stream, EngineStoppedError(reason))])

@@ -20,6 +20,7 @@ from typing import Any
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
 from kvist.engine.constraints import Constraint, Masks
+from kvist.engine.kv_view import KVView
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits, Runner
@@ -27,6 +28,7 @@ from kvist.engine.sampler import Sampled, SamplingState, failure, sample, score
 from kvist.engine.snapshot import Counters, EngineSnapshot
 from kvist.errors import InvalidRequestError
 from kvist.kernels.ops import F32, ForwardBatch
+from kvist.kv.hints import KVHints
 from kvist.request import (
     STRUCTURED_OUTPUTS,
     FinishReason,
@@ -78,6 +80,7 @@ class Engine:
         self.grammars = GrammarCompiler(self.tokenizer, config.model.vocab_size, self._eos)
         self._masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
         self._clock = clock
+        self.kv = KVView(self.manager, config)
         self._seeds = random.Random(config.seed)
         self._choices: dict[str, _Choice] = {}
         self._requests: dict[str, set[str]] = {}
@@ -105,6 +108,7 @@ class Engine:
         priority: int = 0,
         wants_events: bool = False,
         grammar: Grammar | None = None,
+        kv: KVHints | None = None,
     ) -> None:
         """Queue a request; `grammar` is the form of its output where that has been compiled already. Raises InvalidRequestError or
         ContextLengthError, and then nothing has changed."""
@@ -129,6 +133,7 @@ class Engine:
                 cache_salt=cache_salt,
                 priority=priority,
                 wants_events=wants_events,
+                kv=kv if index == 0 else None,
             )
             output = ChoiceOutput.of(request_id, request, self.tokenizer)
             sampling = SamplingState.of(request, self.config.model.vocab_size)
@@ -151,6 +156,10 @@ class Engine:
             raise InvalidRequestError("This model has no chat template; use completions with a plain prompt.", param="messages")
         text = self.chat_template.render(messages, **template_options)
         return self.tokenizer.encode_chat(text)
+
+    def ask_kv(self, question: str, **details: Any) -> Any:
+        """A method of `KVView` by name; between steps only. Raises InvalidRequestError."""
+        return getattr(self.kv, question)(self._clock(), **details)
 
     def is_open(self, request_id: str) -> bool:
         """Whether any of a request's choices still runs."""
@@ -229,7 +238,7 @@ class Engine:
         """With no request open every block must be free again; deciders of small pools check all they know. Asserts. Memory that is
         to go back to the system goes."""
         assert not self._choices
-        assert self.manager.num_free_blocks == self.config.num_kv_blocks
+        assert self.manager.num_free_blocks + self.manager.num_pinned_blocks == self.config.num_kv_blocks
         self._loaded.arena.release(self.manager.take_plan().releases)
         if self.config.num_kv_blocks <= FULLY_CHECKED_BLOCKS:
             self.scheduler.check_invariants()

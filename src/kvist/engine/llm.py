@@ -20,6 +20,7 @@ from typing import Any, Self
 from kvist.config import DEFAULT_MODEL, EngineConfig, EngineOptions
 from kvist.engine.engine import Engine
 from kvist.errors import ConfigError, EngineError, EngineStoppedError, InvalidRequestError
+from kvist.kv.hints import KVHints
 from kvist.request import (
     STRUCTURED_OUTPUTS,
     CompletionOutput,
@@ -72,19 +73,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        kv: KVHints | Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts (strings, or {"prompt_token_ids": [...]}), with one set of parameters for all or one for each; outputs
-        come in the order of the prompts. Raises InvalidRequestError before any work when one of them cannot be run."""
+        come in the order of the prompts. `kv` says how long to keep the prompts' keys and values (pin, ttl, priority).
+        Raises InvalidRequestError before any work when one of them cannot be run."""
         several = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         ids = [self._encode(prompt) for prompt in several]
         texts = [prompt if isinstance(prompt, str) else None for prompt in several]
-        return self._run(ids, texts, sampling_params)
+        return self._run(ids, texts, sampling_params, kv)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
+        kv: KVHints | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -92,7 +97,7 @@ class LLM:
         `ChatTemplate.render` (tools, add_generation_prompt ...), `chat_template_kwargs` the template's own variables."""
         options = {**(chat_template_kwargs or {}), **template_options}
         ids = [self.engine.render_chat(talk, **options) for talk in _conversations(messages)]
-        return self._run(ids, [None] * len(ids), sampling_params)
+        return self._run(ids, [None] * len(ids), sampling_params, kv)
 
     def close(self) -> None:
         """Give the memory back. Twice is harmless."""
@@ -118,16 +123,21 @@ class LLM:
             raise InvalidRequestError(f"prompt_token_ids takes a list of whole numbers: {error}.", param="prompt") from error
 
     def _run(
-        self, prompts: list[list[int]], texts: list[str | None], sampling_params: Params | Sequence[Params] | None
+        self,
+        prompts: list[list[int]],
+        texts: list[str | None],
+        sampling_params: Params | Sequence[Params] | None,
+        kv: KVHints | Mapping[str, Any] | None,
     ) -> list[RequestOutput]:
         params = _one_for_each(sampling_params, len(prompts))
+        hints = _as_hints(kv)
         with self._lock:
             engine, collected = self.engine, {}
             try:
                 for prompt, text, wanted in zip(prompts, texts, params, strict=True):
                     request_id = f"llm-{self._count}"
                     self._count += 1
-                    engine.add_request(request_id, prompt, wanted)
+                    engine.add_request(request_id, prompt, wanted, kv=hints)
                     collected[request_id] = _Collected(request_id, text, prompt, [_Choice() for _ in range(wanted.n)])
                 while engine.has_work:
                     for delta in engine.step():
@@ -163,6 +173,14 @@ def _one_for_each(params: Params | Sequence[Params] | None, count: int) -> list[
             param="sampling_params",
         )
     return several
+
+
+def _as_hints(kv: KVHints | Mapping[str, Any] | None) -> KVHints | None:
+    if kv is None or isinstance(kv, KVHints):
+        return kv
+    if not isinstance(kv, Mapping) or not set(kv) <= {"pin", "ttl", "priority"}:
+        raise InvalidRequestError("kv takes pin, ttl and priority.", param="kv")
+    return KVHints(**kv)
 
 
 def _as_params(params: Params | None) -> SamplingParams:

@@ -46,3 +46,15 @@ class PagedAllocator:
 
     def give_back(self, block_ids: Iterable[int]) -> int:
         return self._pool.release(block_ids)
+
+
+def tails_first(tables: Sequence[array[int]], starts: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
+    """The entries [starts[g], ends[g]) of each table g, the last block first and the groups side by side."""
+    if len(tables) == 1:
+        return tables[0][starts[0] : ends[0]][::-1]
+    return [
+        table[block]
+        for block in range(max(ends) - 1, min(starts) - 1, -1)
+        for table, start, end in zip(tables, starts, ends, strict=True)
+        if start <= block < end
+    ]

@@ -37,3 +37,10 @@ def extend_hashes(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[
     for offset in range(0, len(data), step):
         parent = BlockHash(sha256(parent + data[offset : offset + step]).digest())
         hashes.append(parent)
+
+
+def prompt_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Of a prompt's whole blocks."""
+    hashes: list[BlockHash] = []
+    extend_hashes(hashes, root, token_ids[: len(token_ids) // block_size * block_size], block_size)
+    return hashes

@@ -44,8 +44,11 @@ class EvictionPolicy(Protocol):
     def leave(self, block_ids: Sequence[int]) -> Sequence[int]:
         """What to remember of contents that are evicted: of each a whole number below 2**32."""
 
-    def set_priority(self, block_id: int, priority: int) -> None:
-        """Of a block that is in no ring."""
+    def set_priority(self, block_id: int, priority: int, *, linked: bool = False) -> None:
+        """`linked`: the block is free, and takes its new place."""
+
+    def drop(self, block_ids: Iterable[int]) -> None:
+        """These free blocks hold nothing any more."""
 
 
 class Lru(Prioritized):

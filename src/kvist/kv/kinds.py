@@ -31,10 +31,11 @@ def make_kv_memory(
     key: bytes = b"",
     watermark: float = 0.01,
     eviction_policy: str = "density",
+    pin_budget: float = 0.25,
     tiered: bool = False,
 ) -> tuple[KVMemory, int]:
-    """The memory, and how many block ids it hands out (so many blocks an arena must have). `key`, and `eviction_policy` and
-    `tiered` of paged blocks: see `KVManager`."""
+    """The memory, and how many block ids it hands out (so many blocks an arena must have). `key`, and for paged blocks
+    `eviction_policy`, `pin_budget` and `tiered`: see `KVManager`."""
     if allocator == "paged":
         paged = KVManager(
             spec,
@@ -44,6 +45,7 @@ def make_kv_memory(
             watermark=watermark,
             eviction_policy=eviction_policy,
             tiered=tiered,
+            pin_budget=pin_budget,
         )
         return paged, sizes.num_blocks
     if allocator == "contiguous":

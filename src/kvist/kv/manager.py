@@ -6,7 +6,7 @@ values, no step, no budget, no clock. Queries (`match`, `is_being_computed`, `fi
 the memo of hashes. Invariants, besides those of pool and index:
 
 * all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
-* a block's reference count is the number of tables that name it, and of plans that fill it;
+* a block's reference count is the number of tables that name it and of plans that fill it, and one more if it is pinned;
 * a block enters the index in `commit`, after its keys and values were computed: a hit never reads what is still being written;
 * full blocks are never written again: a request writes only at `num_computed_tokens` and after, behind all full ones.
 """
@@ -17,20 +17,16 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvist.errors import ConfigError
-from kvist.kv.allocators import Allocator, PagedAllocator
-from kvist.kv.block import BlockHash, extend_hashes, root_hash
-from kvist.kv.eviction import POLICIES
-from kvist.kv.ghosts import Ghosts
-from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan
-from kvist.kv.pool import BlockPool
+from kvist.errors import ConfigError, InvalidRequestError
+from kvist.kv.allocators import Allocator, PagedAllocator, tails_first
+from kvist.kv.block import BlockHash, extend_hashes, prompt_hashes, root_hash
+from kvist.kv.keeper import Keeper
+from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan, account_blocks
+from kvist.kv.pins import Pins
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec, first_block
 from kvist.kv.tiers import Restore, TierDecider, TransferPlan
 from kvist.request import PrefixMiss, Request
-
-GHOSTS_PER_BLOCK = 4
-"""So many evictions are remembered; conversations come back after several times the pool."""
 
 
 @dataclass(slots=True)
@@ -42,12 +38,15 @@ class _Record:
     """Per group, how many leading entries hold no block (any more)."""
     num_committed: int = 0
     """Leading blocks that have been offered to the index, or came from it."""
+    retained: bool = False
+    """The request's own wishes have been entered."""
 
 
 class KVManager:
     """`key` names everything but tokens, salt, format and block size that changes KV bytes: the model and the numeric profile
     (see `block.make_key`). `watermark` is the share of the pool that admission leaves free; `eviction_policy` is one of
-    `eviction.POLICIES`. `tiered`: there is a tier behind the device, and `tier` holds its books."""
+    `eviction.POLICIES`; `pin_budget` is the share of the pool that may be pinned. `tiered`: there is a tier behind the device,
+    and `tier` holds its books."""
 
     def __init__(
         self,
@@ -59,6 +58,7 @@ class KVManager:
         watermark: float = 0.01,
         tiered: bool = False,
         eviction_policy: str = "density",
+        pin_budget: float = 0.25,
     ) -> None:
         self._num_groups = len(spec.groups)
         if num_blocks < self._num_groups:
@@ -75,14 +75,14 @@ class KVManager:
         self._block_size = spec.block_size
         self._windows = tuple(group.window for group in spec.groups)
         self._has_windows = any(window is not None for window in self._windows)
-        self._index = PrefixIndex(num_blocks, self._windows, spec.block_size)
-        self._policy = POLICIES[eviction_policy](num_blocks)
-        self._pool = BlockPool(num_blocks, self._evict, self._policy)
-        self._ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
-        self._now = 0.0
+        self.index = PrefixIndex(num_blocks, self._windows, spec.block_size)
+        self.keeper = Keeper(num_blocks, self.index, eviction_policy, int(pin_budget * num_blocks))
+        self._pool = self.keeper.pool
+        self.pins = Pins(spec, num_blocks, self.keeper.retention)
         self._allocator: Allocator = PagedAllocator(self._pool)
         self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
+        self._restores: dict[int, Restore] = {}
         self._num_touched = 0
 
     # Queries
@@ -91,6 +91,10 @@ class KVManager:
     def num_free_blocks(self) -> int:
         return self._pool.num_free
 
+    @property
+    def num_pinned_blocks(self) -> int:
+        return self.keeper.retention.num_pinned
+
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of a request that holds no blocks. At least its last token is left to compute."""
         record = self._records[request.request_id]
@@ -98,7 +102,7 @@ class KVManager:
             return self.no_match()
         limit = (request.num_tokens - 1) // self._block_size
         self._hash_up_to(request, record, limit)
-        return self._index.match(record.hashes, limit)
+        return self.index.match(record.hashes, limit)
 
     def restorable(self, request: Request, match: PrefixMatch) -> Restore | None:
         """What the tier would add to the hit `match` of a waiting request."""
@@ -106,11 +110,13 @@ class KVManager:
         if self.tier is None or request.wants_prompt_logprobs:
             return None
         limit = (request.num_tokens - 1) // self._block_size
-        length = self._index.longest(record.hashes, limit, self.tier.beside(self._index.tables))
+        length = self.index.longest(record.hashes, limit, self.tier.beside(self.index.tables))
         if length * self._block_size <= match.num_tokens:
             return None
-        missing = self._index.missing(record.hashes, length)
-        return Restore(match.num_tokens, length * self._block_size, tuple(missing))
+        missing = self.index.missing(record.hashes, length)
+        before = dict(zip(record.hashes, (record.root, *record.hashes), strict=False))
+        parents = tuple(before[block_hash] for _, block_hash in missing)
+        return Restore(match.num_tokens, length * self._block_size, tuple(missing), record.root, parents)
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         """Whether one of the `running` requests has yet to commit the block by which the hit `match` would be longer."""
@@ -134,7 +140,8 @@ class KVManager:
         whole = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         if match.num_tokens >= whole:
             return PrefixMiss("partial_block", match.num_tokens)
-        return PrefixMiss("not_found" if self._pool.num_evictions else "never_seen", match.num_tokens)
+        record = self._records[request.request_id]
+        return self.keeper.explain(record.root, request.prompt_token_ids, record.hashes, match.num_tokens, self._block_size)
 
     def no_match(self) -> PrefixMatch:
         return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * self._num_groups)
@@ -148,6 +155,17 @@ class KVManager:
         of one that would run alone."""
         reserve = 0 if alone else self.watermark_blocks + growth
         return self.blocks_to_admit(request, match) + reserve <= self.num_free_blocks
+
+    def cached(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks, of all groups, that hold what these names say."""
+        groups = range(self._num_groups)
+        found = (self.index.get(group, block_hash) for block_hash in hashes for group in groups)
+        return [block_id for block_id in found if block_id is not None]
+
+    def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
+        """Root and names of the whole blocks of a prompt."""
+        root = root_hash(self._key, self.spec.kv_format, self._block_size, salt)
+        return root, prompt_hashes(root, token_ids, self._block_size)
 
     def blocks_to_admit(self, request: Request, match: PrefixMatch) -> int:
         """Free blocks that all tokens of a request need after the hit `match`. Hit blocks that others hold cost nothing as long as
@@ -177,21 +195,12 @@ class KVManager:
 
     def account(self, requests: Iterable[Request]) -> MemoryAccount:
         """Bytes now; `requests` are all that hold blocks. Blocks that are not full are a request's own: shared ones are full."""
-        size, held = self._block_size, 0
-        empty = 0
-        for request in requests:
-            record = self._records[request.request_id]
-            held += sum(len(table) - let_go for table, let_go in zip(record.tables, record.let_go, strict=True))
-            empty += len(record.tables) * (len(record.tables[0]) * size - request.num_computed_tokens)
-        live = self._pool.num_blocks - self._pool.num_free
-        block_bytes = self.spec.block_bytes
-        return MemoryAccount(
-            reserved=live * block_bytes,
-            committed=self._num_touched * block_bytes,
-            held=live * block_bytes,
-            used=live * block_bytes - empty * block_bytes // size,
-            shared=(held - live) * block_bytes,
-            external_fragmentation=0.0,
+        held = [(self._records[request.request_id], request.num_computed_tokens) for request in requests]
+        return account_blocks(
+            self.spec,
+            num_live=self._pool.num_blocks - self._pool.num_free,
+            num_touched=self._num_touched,
+            held=[(record.tables, record.let_go, computed) for record, computed in held],
         )
 
     # Changes
@@ -201,12 +210,16 @@ class KVManager:
         return NO_PLAN
 
     def advance(self, now: float) -> None:
-        """It is `now`, in seconds that never go back; called before each step."""
-        self._now = now
+        """It is `now`, in seconds that never go back; called before each step. Claims whose time is up end."""
+        self.keeper.advance(now)
 
     def add(self, request: Request) -> None:
-        """Open the record of a request that waits; it holds no blocks yet."""
+        """Open the record of a request that waits; it holds no blocks yet. Raises InvalidRequestError or ContextLengthError where
+        its pin, or those of others, are in the way."""
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
+        if request.kv and not self.enable_prefix_caching:
+            raise InvalidRequestError("kv asks to keep a prefix, and this server keeps none (prefix caching is off).", param="kv")
+        self.pins.add(request)
         root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
         self._records[request.request_id] = _Record(root, [], self._empty_tables(), [0] * self._num_groups)
 
@@ -234,14 +247,20 @@ class KVManager:
         """Enter the blocks that `num_computed_tokens` has filled into the prefix index."""
         record = self._records[request.request_id]
         full = request.num_computed_tokens // self._block_size
-        if full == record.num_committed or not self.enable_prefix_caching:
-            return
+        if full != record.num_committed and self.enable_prefix_caching:
+            self._commit(request, record, full)
+        if request.kv and not record.retained and request.num_computed_tokens >= request.num_prompt_tokens:
+            record.retained = True
+            self.pins.settle(request.request_id)
+            self.keeper.claim(record.root, self.cached(record.hashes[: request.num_prompt_tokens // self._block_size]), request.kv)
+
+    def _commit(self, request: Request, record: _Record, full: int) -> None:
         self._hash_up_to(request, record, full)
         start = record.num_committed
         assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
         for group, table in enumerate(record.tables):
             hashes, block_ids = record.hashes[start:full], table[start:full]
-            self._enter(group, hashes, block_ids)
+            self._enter(group, record.root, record.hashes[start - 1] if start else record.root, hashes, block_ids)
             if self.tier is not None:
                 self.tier.offer(group, hashes, block_ids)
         record.num_committed = full
@@ -253,15 +272,20 @@ class KVManager:
         self._pool.share(hit)
         taken = self._pool.take(len(restore.missing))
         self._pool.release(reversed(hit))
-        return None if taken is None else self.tier.prepare(restore, taken)
+        if taken is None:
+            return None
+        plan = self.tier.prepare(restore, taken)
+        self._restores[plan.plan_id] = restore
+        return plan
 
     def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> None:
         """Enter what was brought into the prefix index, and let go of the plan's blocks."""
         assert self.tier is not None
         copies = self.tier.complete(plan_id).copies
-        for copy, good in zip(copies, filled, strict=True):
+        restore = self._restores.pop(plan_id)
+        for copy, parent, good in zip(copies, restore.parents, filled, strict=True):
             if good:
-                self._enter(copy.group, [copy.block_hash], [copy.block_id])
+                self._enter(copy.group, restore.root, parent, [copy.block_hash], [copy.block_id])
         self._pool.release(copy.block_id for copy in reversed(copies))
 
     def swap_out(self, request: Request) -> bool:
@@ -311,26 +335,26 @@ class KVManager:
 
     def free(self, request: Request) -> int:
         """Take all blocks back from a request that has ended, and forget it. Returns how many became free."""
+        record = self._records[request.request_id]
         freed = self.release(request)
+        self.pins.forget(request.request_id)
         del self._records[request.request_id]
+        if request.num_computed_tokens:
+            self.keeper.remember(record.root, request.prompt_token_ids, request.output_token_ids, record.hashes)
         return freed
 
     # Helpers
 
-    def _enter(self, group: int, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
-        """Name computed blocks, successive ones of a sequence. A second block of the same content stays unnamed: the first may be
-        shared already, and pointing a request's table to it would change a table that is lent out. It is reused first when it is
-        let go."""
-        new = self._index.insert(group, block_hashes, block_ids)
+    def _enter(
+        self, group: int, root: BlockHash, parent: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]
+    ) -> None:
+        """Name computed blocks that follow each other behind `parent`. A second block of the same content stays unnamed: the first
+        may be shared already, and pointing a request's table to it would change a table that is lent out. It is reused first when
+        it is let go."""
+        new = self.index.insert(group, root, parent, block_hashes, block_ids)
         if len(new) < len(block_hashes):
             block_hashes, block_ids = [block_hashes[item] for item in new], [block_ids[item] for item in new]
-        self._pool.mark_cached(block_ids)
-        self._policy.enter(block_ids, self._ghosts.memos(block_hashes) if self._policy.remembers else ())
-
-    def _evict(self, block_ids: list[int]) -> None:
-        """The pool is about to reuse these blocks."""
-        memos = self._policy.leave(block_ids)
-        self._ghosts.put(self._index.remove(block_ids), memos, self._now)
+        self.keeper.enter(root, block_hashes, block_ids)
 
     def _empty_tables(self) -> tuple[array[int], ...]:
         return tuple(array("i") for _ in self._windows)
@@ -344,26 +368,20 @@ class KVManager:
     def _give_back(self, record: _Record, ends: Sequence[int]) -> int:
         """Let go of the entries [let_go[g], ends[g]) of each group g, last block first and the groups side by side: what is reused
         first is then the tail of a prefix, in all groups alike, and the beginning, which most requests share, lives longest."""
-        starts, tables = record.let_go, record.tables
-        if len(tables) == 1:
-            return self._allocator.give_back(tables[0][starts[0] : ends[0]][::-1])
-        order = [
-            table[block]
-            for block in range(max(ends) - 1, min(starts) - 1, -1)
-            for table, start, end in zip(tables, starts, ends, strict=True)
-            if start <= block < end
-        ]
-        return self._allocator.give_back(order)
+        return self._allocator.give_back(tails_first(record.tables, record.let_go, ends))
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
         self._pool.check_invariants()
-        self._index.check_invariants()
+        self.index.check_invariants()
         counts = array("i", bytes(4 * self.num_blocks))
         if self.tier is not None:
             self.tier.check_invariants()
             for block_id in self.tier.pinned():
                 counts[block_id] += 1
+        self.keeper.check_invariants()
+        for block_id in self.keeper.retention.pinned_blocks():
+            counts[block_id] += 1
         for record in self._records.values():
             for table, let_go in zip(record.tables, record.let_go, strict=True):
                 assert len(table) == len(record.tables[0])
@@ -374,7 +392,7 @@ class KVManager:
             assert record.num_committed <= len(record.tables[0])
         for block_id, count in enumerate(counts):
             assert self._pool.ref_count(block_id) == count
-            assert self._pool.is_cached(block_id) == (self._index.hash_of(block_id) is not None)
+            assert self._pool.is_cached(block_id) == (self.index.hash_of(block_id) is not None)
 
     @property
     def request_ids(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ hole: 0 where any free piece serves anywhere.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +82,26 @@ class MemoryPlan:
 NO_PLAN = MemoryPlan()
 
 
+def account_blocks(
+    spec: KVSpec, *, num_live: int, num_touched: int, held: Iterable[tuple[Sequence[array[int]], Sequence[int], int]]
+) -> MemoryAccount:
+    """Of a pool with `num_live` held blocks. `held`: per request its tables, how many leading entries of each it has let go, and
+    how many tokens it has computed. Blocks that are not full are a request's own: shared ones are full."""
+    num_held = empty = 0
+    for tables, let_go, computed in held:
+        num_held += sum(len(table) - gone for table, gone in zip(tables, let_go, strict=True))
+        empty += len(tables) * (len(tables[0]) * spec.block_size - computed)
+    block_bytes = spec.block_bytes
+    return MemoryAccount(
+        reserved=num_live * block_bytes,
+        committed=num_touched * block_bytes,
+        held=num_live * block_bytes,
+        used=num_live * block_bytes - empty * block_bytes // spec.block_size,
+        shared=max(0, num_held - num_live) * block_bytes,
+        external_fragmentation=0.0,
+    )
+
+
 class KVMemory(Protocol):
     """The memory of requests, decided on integers. See `kv/manager.py` for the order of calls."""
 
@@ -92,6 +112,10 @@ class KVMemory(Protocol):
 
     @property
     def num_free_blocks(self) -> int: ...
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Held though no request may hold them."""
 
     @property
     def request_ids(self) -> frozenset[str]: ...

@@ -10,7 +10,7 @@ is free exactly if its reference count is 0; it is then either in the policy's h
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvist.kv.eviction import EvictionPolicy, Lru
 
@@ -36,6 +36,10 @@ class BlockPool:
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_count[block_id]
+
+    def ref_counts(self) -> array[int]:
+        """A copy, by block id."""
+        return self._ref_count[:]
 
     def is_cached(self, block_id: int) -> bool:
         return bool(self._cached[block_id])
@@ -104,6 +108,24 @@ class BlockPool:
         for block_id in block_ids:
             assert self._ref_count[block_id] > 0, f"block {block_id} is held by nobody, so nobody computed it"
             self._cached[block_id] = 1
+
+    def set_priority(self, block_id: int, priority: int) -> None:
+        """Of a cached block, held or free."""
+        assert self._cached[block_id], f"block {block_id} holds nothing to keep"
+        self._policy.set_priority(block_id, priority, linked=self._ref_count[block_id] == 0)
+
+    def free_cached(self) -> list[int]:
+        """Cached blocks that nobody holds, by id; O(num_blocks)."""
+        refs = self._ref_count
+        return [block_id for block_id, cached in enumerate(self._cached) if cached and not refs[block_id]]
+
+    def drop(self, block_ids: Sequence[int]) -> None:
+        """What these free cached blocks hold is of no use any more."""
+        self._policy.drop(block_ids)
+        for block_id in block_ids:
+            self._cached[block_id] = 0
+        self.num_cached -= len(block_ids)
+        self._empty.extend(block_ids)
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""

@@ -25,6 +25,17 @@ class PrefixMatch:
     first_blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class IndexListing:
+    """The index at one moment, by block id: hash, hash of the block before it in its prefix (or the root), root, and KV group (two
+    bytes each). None: the block is not indexed."""
+
+    hash_of: tuple[BlockHash | None, ...]
+    parent_of: tuple[BlockHash | None, ...]
+    root_of: tuple[BlockHash | None, ...]
+    group_of: bytes
+
+
 class PrefixIndex:
     """`windows[group]` is the group's attention window in tokens, None for full attention."""
 
@@ -33,6 +44,8 @@ class PrefixIndex:
         self._block_size = block_size
         self._tables: tuple[dict[BlockHash, int], ...] = tuple({} for _ in windows)
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._parent_of: list[BlockHash | None] = [None] * num_blocks
+        self._root_of: list[BlockHash | None] = [None] * num_blocks
         self._group_of = array("H", bytes(2 * num_blocks))
 
     def __len__(self) -> int:
@@ -44,16 +57,38 @@ class PrefixIndex:
     def hash_of(self, block_id: int) -> BlockHash | None:
         return self._hash_of[block_id]
 
-    def insert(self, group: int, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> list[int]:
-        """Enter computed blocks; returns which of the pairs are new: those whose name no other block has already."""
-        table, hash_of, group_of = self._tables[group], self._hash_of, self._group_of
+    def root_of(self, block_id: int) -> BlockHash:
+        """The root of an indexed block's prefix."""
+        root = self._root_of[block_id]
+        assert root is not None, f"block {block_id} is not indexed"
+        return root
+
+    def listing(self) -> IndexListing:
+        """A copy of all that is indexed: what it costs is the copying of arrays."""
+        return IndexListing(tuple(self._hash_of), tuple(self._parent_of), tuple(self._root_of), bytes(self._group_of))
+
+    def insert(
+        self, group: int, root: BlockHash, parent: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]
+    ) -> list[int]:
+        """Enter computed blocks that follow each other behind `parent`; returns which of them are new: those whose name no other
+        block has already."""
+        table, hash_of, group_of, parent_of, root_of = (
+            self._tables[group],
+            self._hash_of,
+            self._group_of,
+            self._parent_of,
+            self._root_of,
+        )
         new = []
         for item, (block_hash, block_id) in enumerate(zip(block_hashes, block_ids, strict=True)):
             assert hash_of[block_id] is None, f"block {block_id} is indexed already"
             if table.setdefault(block_hash, block_id) == block_id:
                 hash_of[block_id] = block_hash
                 group_of[block_id] = group
+                parent_of[block_id] = parent
+                root_of[block_id] = root
                 new.append(item)
+            parent = block_hash
         return new
 
     def remove(self, block_ids: Iterable[int]) -> list[BlockHash]:
@@ -63,7 +98,7 @@ class PrefixIndex:
         for block_id in block_ids:
             block_hash = hash_of[block_id]
             assert block_hash is not None, f"block {block_id} is not indexed"
-            hash_of[block_id] = None
+            hash_of[block_id] = self._parent_of[block_id] = self._root_of[block_id] = None
             del tables[group_of[block_id]][block_hash]
             removed.append(block_hash)
         return removed

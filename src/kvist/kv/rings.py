@@ -90,12 +90,23 @@ class Prioritized:
         self._levels = [ORDINARY_PRIORITY]
         """The priorities in use, ascending."""
 
-    def set_priority(self, block_id: int, priority: int) -> None:
+    def push(self, block_ids: Iterable[int]) -> None:
+        raise NotImplementedError
+
+    def set_priority(self, block_id: int, priority: int, *, linked: bool = False) -> None:
+        """`linked`: the block is in a ring, and goes to the end of another."""
         assert 0 <= priority <= MAX_PRIORITY
+        if linked:
+            self._rings.unlink([block_id])
         if priority not in self._level:
             self._level[priority] = self._rings.open()
             self._levels = sorted(self._level)
         self._priority[block_id] = priority
+        if linked:
+            self.push([block_id])
+
+    def drop(self, block_ids: Iterable[int]) -> None:
+        self._rings.unlink(block_ids)
 
     def unlink(self, block_ids: Iterable[int]) -> None:
         self._rings.unlink(block_ids)

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvist.errors import ConfigError
+from kvist.errors import ConfigError, InvalidRequestError
 from kvist.kv.block import BlockHash, extend_hashes, root_hash
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
@@ -68,6 +68,10 @@ class SpanManager:
     @property
     def num_free_blocks(self) -> int:
         return self._spans.num_free
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return 0
 
     @property
     def request_ids(self) -> frozenset[str]:
@@ -152,6 +156,8 @@ class SpanManager:
         """Spans are kept by the order of their use alone."""
 
     def add(self, request: Request) -> None:
+        if request.kv:
+            raise InvalidRequestError("kv asks to keep a prefix, which needs --kv-allocator paged.", param="kv")
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
         self._records[request.request_id] = _Record(root, [], self._empty_tables())
@@ -186,7 +192,9 @@ class SpanManager:
             return
         self._hash_up_to(request, record, full)
         for group, table in enumerate(record.tables):
-            self._index.insert(group, record.hashes[record.num_committed : full], table[record.num_committed : full])
+            start = record.num_committed
+            parent = record.hashes[start - 1] if start else record.root
+            self._index.insert(group, record.root, parent, record.hashes[start:full], table[start:full])
         record.num_committed = full
 
     def trim(self, request: Request) -> None:

@@ -56,6 +56,9 @@ class Restore:
     stop: int
     missing: tuple[tuple[int, BlockHash], ...]
     """(group, name), in the order of positions."""
+    root: BlockHash
+    parents: tuple[BlockHash, ...]
+    """Of the prefix; of each missing block the name of the one before it."""
 
 
 @dataclass(frozen=True, slots=True)

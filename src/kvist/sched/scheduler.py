@@ -114,15 +114,16 @@ class Scheduler:
         return tuple(job.request for job in self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ContextLengthError if the model or the pool can never hold its prompt and its budget."""
+        """Queue a request. Raises ContextLengthError if the model or the pool can never hold its prompt and its budget, and
+        InvalidRequestError if it asks to pin more than may be pinned."""
         assert request.request_id not in self._jobs, f"request {request.request_id} is known already"
         assert request.status is RequestStatus.WAITING, "a request is added once"
         assert request.prompt_token_ids, "a prompt has at least one token"
         self._refuse_oversize(request)
+        self._manager.add(request)
         job = Job(request, (self._policy.key(request), self._num_arrivals))
         self._num_arrivals += 1
         self._jobs[request.request_id] = job
-        self._manager.add(request)
         insort(self._waiting, job, key=key_of)
         if request.wants_events:
             self._newcomers.append(job)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from kvist import __version__
 from kvist.errors import KvistError
-from kvist.server import chat, completions, embeddings, failures, health, metrics, models, tokenization
+from kvist.server import chat, completions, embeddings, failures, health, kv, metrics, models, tokenization
 from kvist.server.abilities import Abilities
 from kvist.server.access import AccessLayer
 from kvist.server.auth import ApiKeyLayer
@@ -99,7 +99,7 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None, life:
         redirect_slashes=False,
     )
     app.state.kvist = state
-    for room in (chat, completions, tokenization, embeddings, models, health, metrics):
+    for room in (chat, completions, tokenization, embeddings, models, kv, health, metrics):
         app.include_router(room.router)
     failures.install(app)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]

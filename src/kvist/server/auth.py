@@ -35,6 +35,12 @@ def salt_of(request: Request, client_salt: str | None) -> str:
     return (client_salt or "") if caller is None or not caller.isolated else caller.key.salt(client_salt or "")
 
 
+def is_isolated(request: Request) -> bool:
+    """Whether the caller has a key of its own, and with it prefixes that nobody else sees."""
+    caller: Caller | None = request.scope.get(CALLER)
+    return caller is not None and caller.isolated
+
+
 class ApiKeyLayer:
     """Refuses with 401 what does not carry `Authorization: Bearer KEY`. `max_requests` are those that a key may have open at once;
     only requests with a body count."""

@@ -65,7 +65,7 @@ async def plan_chat(state: ServerState, body: ChatRequest, salt: str) -> Plan:
         skip_special_tokens=params.skip_special_tokens and not answering.show_special_tokens,
     )
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    job = Job(request_id, token_ids, params, salt, priority=body.priority)
+    job = Job(request_id, token_ids, params, salt, priority=body.priority, kv=body.kv_hints)
     form = ChatFormat(request_id, model, state.engine.config.profile, state.labels, body, answering.reading)
     blamed = "tools" if body.form is None and answering.form is not None else body.form_field
     return Plan((job,), form, body.stream, body.usage_in_stream, blamed)

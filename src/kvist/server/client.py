@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvist.config import EngineConfig
 from kvist.engine.histogram import HistogramSnapshot
 from kvist.engine.tiers import TierSnapshot
+from kvist.kv.hints import KVHints
 from kvist.request import OutputDelta, SamplingParams
 
 
@@ -104,11 +105,15 @@ class EngineClient(Protocol):
         cache_salt: str = "",
         priority: int = 0,
         wants_events: bool = False,
+        kv: KVHints | None = None,
     ) -> AsyncIterator[list[OutputDelta]]:
         """All deltas of one wake-up at a time. Raises InvalidRequestError before the first item; leaving early aborts."""
         ...
 
     def snapshot(self) -> Snapshot: ...
+
+    async def ask_kv(self, question: str, **details: Any) -> Any:
+        """A method of `engine.kv_view.KVView` by name. Raises InvalidRequestError."""
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

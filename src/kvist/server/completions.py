@@ -61,6 +61,7 @@ async def plan_completion(state: ServerState, body: CompletionRequest, salt: str
             salt,
             _echo_text(state, prompt, body.skip_special_tokens) if body.echo else "",
             body.priority,
+            body.kv_hints,
         )
         for i, (prompt, token_ids) in enumerate(zip(prompts, encoded, strict=True))
     )

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from kvist.errors import EngineError, EngineStoppedError, InvalidRequestError
+from kvist.kv.hints import KVHints
 from kvist.request import STRUCTURED_OUTPUTS, OutputDelta, SamplingParams, TokenLogprob
 from kvist.server.client import EngineClient
 
@@ -37,6 +38,7 @@ class Job:
     text: str = ""
     """What `echo` shows of the prompt."""
     priority: int = 0
+    kv: KVHints | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ def _one(engine: EngineClient, job: Job, wants_events: bool) -> AsyncIterator[Ba
         cache_salt=job.cache_salt,
         priority=job.priority,
         wants_events=wants_events,
+        kv=job.kv,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, ValidationError, model_validator
 
 from kvist.errors import InvalidRequestError
+from kvist.kv.hints import KVHints
 from kvist.request import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams, StructuredOutputsParams
 from kvist.server.forms import GUIDED, requested_form
 from kvist.server.tools import ToolUse, requested_tools
@@ -79,6 +80,21 @@ class StreamOptions(BaseModel):
         return self
 
 
+class KVOptions(BaseModel):
+    """How long to keep the prompt's blocks."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    pin: bool = False
+    ttl: float | None = None
+    priority: int | None = None
+
+    @property
+    def hints(self) -> KVHints:
+        """Raises InvalidRequestError."""
+        return KVHints(self.pin, self.ttl, self.priority)
+
+
 class GenerationRequest(BaseModel):
     """What both routes take."""
 
@@ -113,6 +129,7 @@ class GenerationRequest(BaseModel):
     guided_whitespace_pattern: str | None = None
     priority: int = Field(default=0, ge=-(2**63), le=2**63 - 1)
     """vLLM's: smaller is served earlier."""
+    kv: KVOptions | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -126,6 +143,11 @@ class GenerationRequest(BaseModel):
         if options is None or not options.include_usage:
             return "none"
         return "every chunk" if options.continuous_usage_stats else "last"
+
+    @property
+    def kv_hints(self) -> KVHints | None:
+        """Raises InvalidRequestError."""
+        return None if self.kv is None else self.kv.hints
 
     @property
     def form(self) -> StructuredOutputsParams | None:

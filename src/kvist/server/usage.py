@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvist.request import OutputDelta, RequestEvent, RequestUsage
+from kvist.request import OutputDelta, PrefixMiss, RequestEvent, RequestUsage
 
 MAX_EVENTS = 256
 """Of a request that asked for them and does not stream; the latest are kept."""
@@ -81,9 +81,14 @@ class Tally:
             "prompt_tokens_by_source": sources,
             "preemptions": sum(usage.num_preemptions for usage in all_choices),
             "stall_time": round(sum(usage.stall_time for usage in all_choices), 6),
-            "prefix_miss": None if miss is None else {"reason": miss.reason, "position": miss.position},
+            "prefix_miss": None if miss is None else _describe_miss(miss),
         }
         return result | ({"events": list(self._events)} if self._events else {})
+
+
+def _describe_miss(miss: PrefixMiss) -> dict[str, Any]:
+    told: dict[str, Any] = {"reason": miss.reason, "position": miss.position}
+    return told if miss.evicted_ago is None else told | {"evicted_ago": round(miss.evicted_ago, 3)}
 
 
 def describe_event(choice: int, event: RequestEvent) -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""What users may ask about KV memory, answered on the engine thread between steps, as plain data that prints as JSON.
+
+It reads deciders and copies what it tells; a listing copies arrays and leaves the work on them to `Blocks`, which any thread may
+do. `salt` names whose prefixes are meant; None (a server without keys asks so): everybody's. Nothing tells one tenant of another's
+blocks, neither by names nor by counts. Times are seconds ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvist.config import EngineConfig
+from kvist.errors import InvalidRequestError
+from kvist.kv.block import BlockHash
+from kvist.kv.hints import KVHints
+from kvist.kv.manager import KVManager
+from kvist.kv.memory import KVMemory
+from kvist.kv.prefix import IndexListing
+from kvist.kv.rings import ORDINARY_PRIORITY
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """All cached blocks at one moment."""
+
+    listing: IndexListing
+    root: BlockHash | None
+    ref_counts: Sequence[int]
+    priorities: dict[int, int]
+    """Of claimed blocks."""
+    pinned: frozenset[int]
+    block_size: int
+
+    def _mine(self) -> list[int]:
+        roots, group_of = self.listing.root_of, self.listing.group_of
+        return [
+            block_id
+            for block_id, root in enumerate(roots)
+            if root is not None and (self.root is None or root == self.root) and not group_of[2 * block_id]
+        ]
+
+    def page(self, start: int, limit: int) -> dict[str, Any]:
+        """Blocks by id, of the first KV group."""
+        mine = self._mine()
+        return {
+            "total": len(mine),
+            "blocks": [self._block(block_id) for block_id in mine[start : start + limit]],
+            "next": start + limit if start + limit < len(mine) else None,
+        }
+
+    def _block(self, block_id: int) -> dict[str, Any]:
+        block_hash, parent = self.listing.hash_of[block_id], self.listing.parent_of[block_id]
+        assert block_hash is not None
+        assert parent is not None
+        return {
+            "block_id": block_id,
+            "hash": block_hash.hex(),
+            "parent": None if parent == self.listing.root_of[block_id] else parent.hex(),
+            "holders": self.ref_counts[block_id] - (block_id in self.pinned),
+            "priority": self.priorities.get(block_id, ORDINARY_PRIORITY),
+            "pinned": block_id in self.pinned,
+        }
+
+    def tree(self, parent: str | None, limit: int) -> dict[str, Any]:
+        """The radix view below a block (or the beginnings): runs of blocks without a fork, with how many children each has, how
+        deep it reaches and how many blocks hang below. Blocks whose predecessor is gone are not reachable and only counted."""
+        hash_of, parent_of, roots = self.listing.hash_of, self.listing.parent_of, self.listing.root_of
+        children: dict[BlockHash, list[int]] = {}
+        mine = self._mine()
+        for block_id in mine:
+            before = parent_of[block_id]
+            assert before is not None
+            children.setdefault(before, []).append(block_id)
+        if parent is None:
+            tops = [block_id for block_id in mine if parent_of[block_id] == roots[block_id]]
+        else:
+            tops = children.get(BlockHash(_unhex(parent)), [])
+        reached = 0
+        nodes: list[dict[str, Any]] = []
+        for top in tops:
+            run, below = [top], 0
+            while len(following := children.get(_name(hash_of[run[-1]]), [])) == 1:
+                run.append(following[0])
+            stack = list(following)
+            while stack:
+                block_id = stack.pop()
+                below += 1
+                stack += children.get(_name(hash_of[block_id]), ())
+            reached += len(run) + below
+            nodes.append(
+                {
+                    "first": _name(hash_of[top]).hex(),
+                    "last": _name(hash_of[run[-1]]).hex(),
+                    "blocks": len(run),
+                    "tokens": len(run) * self.block_size,
+                    "children": len(following),
+                    "blocks_below": below,
+                    "holders": max(self.ref_counts[block_id] - (block_id in self.pinned) for block_id in run),
+                    "pinned": any(block_id in self.pinned for block_id in run),
+                }
+            )
+        nodes.sort(key=lambda node: (-(node["blocks"] + node["blocks_below"]), node["first"]))
+        unreachable = len(mine) - reached if parent is None else None
+        return {"prefixes": nodes[:limit], "total": len(nodes), "unreachable_blocks": unreachable}
+
+
+def _name(block_hash: BlockHash | None) -> BlockHash:
+    assert block_hash is not None
+    return block_hash
+
+
+def _unhex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise InvalidRequestError(f"{text[:80]!r} is no block hash; take one from this listing.", param="parent") from None
+
+
+class KVView:
+    """Asks `manager`; `now` is asked for the time of each question, so that claims end in time on an idle engine too."""
+
+    def __init__(self, manager: KVMemory, config: EngineConfig) -> None:
+        self._manager = manager
+        self._config = config
+
+    def stats(self, now: float, salt: str | None) -> dict[str, Any]:
+        manager = self._paged(now)
+        keeper, usage = manager.keeper, manager.usage()
+        root = self._root(manager, salt)
+        listing = manager.index.listing()
+        own = sum(one is not None for one in listing.root_of) if root is None else listing.root_of.count(root)
+        return {
+            "block_size": manager.spec.block_size,
+            "bytes_per_block": manager.spec.block_bytes,
+            "kv_groups": len(manager.spec.groups),
+            "kv_format": manager.spec.kv_format,
+            "eviction_policy": self._config.eviction_policy,
+            "pool": {"blocks": usage.total, "held": usage.live, "cached": usage.cached, "free": usage.free},
+            "evictions": usage.evictions,
+            "indexed_blocks": own,
+            "pin_budget_blocks": keeper.retention.pin_budget,
+            "pinned_blocks": sum(
+                root is None or manager.index.root_of(block_id) == root for block_id in keeper.retention.pinned_blocks()
+            ),
+            "next_event": keeper.events.next_number,
+        }
+
+    def blocks(self, now: float, salt: str | None) -> Blocks:
+        manager = self._paged(now)
+        retention, pool = manager.keeper.retention, manager.keeper.pool
+        claimed = {block_id: retention.priority(block_id) for block_id in retention.claimed()}
+        pinned = frozenset(retention.pinned_blocks())
+        root = self._root(manager, salt)
+        return Blocks(manager.index.listing(), root, pool.ref_counts(), claimed, pinned, manager.spec.block_size)
+
+    def explain(self, now: float, salt: str, token_ids: list[int], other_salt: str | None) -> dict[str, Any]:
+        """How much of a prompt would hit now, and why no more. `other_salt`: the same tenant's, to look there too."""
+        manager = self._paged(now)
+        keeper, size = manager.keeper, manager.spec.block_size
+        root, hashes = manager.hashes_of(token_ids, salt)
+        limit = (len(token_ids) - 1) // size
+        match = manager.index.match(hashes, limit)
+        length = match.num_tokens // size
+        nearest = keeper.nearest(root, token_ids, hashes, size)
+        if length >= limit:
+            miss = {"reason": "partial_block", "position": match.num_tokens}
+        else:
+            found = keeper.explain(root, token_ids, hashes, match.num_tokens, size)
+            miss = {"reason": found.reason, "position": found.position}
+            if found.evicted_ago is not None:
+                miss["evicted_ago"] = round(found.evicted_ago, 3)
+            if found.reason == "never_seen" and other_salt is not None and other_salt != salt:
+                _, others = manager.hashes_of(token_ids, other_salt)
+                if (reach := manager.index.match(others, limit).num_tokens) > match.num_tokens:
+                    miss = {"reason": "other_salt", "position": match.num_tokens, "would_hit": reach}
+        return {
+            "prompt_tokens": len(token_ids),
+            "hit_tokens": {"device": match.num_tokens, "disk": self._on_disk(manager, hashes, limit) - match.num_tokens},
+            "block_size": size,
+            "miss": miss,
+            "nearest": None if nearest is None else asdict(nearest),
+        }
+
+    def pin(self, now: float, salt: str, token_ids: list[int], hints: KVHints | None) -> dict[str, Any]:
+        """Claim what is cached of a prompt's whole blocks; `hints` None withdraws. Raises InvalidRequestError."""
+        manager = self._paged(now)
+        keeper = manager.keeper
+        root, hashes = manager.hashes_of(token_ids, salt)
+        kept = manager.index.match(hashes, len(hashes)).num_tokens // manager.spec.block_size
+        blocks = manager.cached(hashes[:kept])
+        if hints is None:
+            return {"tokens": kept * manager.spec.block_size, "unpinned_blocks": keeper.withdraw(root, blocks)}
+        if not blocks:
+            raise InvalidRequestError(
+                "Nothing of this prompt is cached, so there is nothing to keep; send it with `kv` in a completion first.",
+                param="prompt",
+            )
+        if hints.pin:
+            manager.pins.check_prefix(blocks)
+        keeper.claim(root, blocks, hints)
+        return {"tokens": kept * manager.spec.block_size, "blocks": len(blocks)}
+
+    def flush(self, now: float, salt: str | None) -> dict[str, Any]:
+        manager = self._paged(now)
+        return {"flushed_blocks": manager.keeper.flush(self._root(manager, salt))}
+
+    def events(self, now: float, salt: str | None, since: int, limit: int) -> dict[str, Any]:
+        manager = self._paged(now)
+        root, log = self._root(manager, salt), manager.keeper.events
+        found = log.since(since, limit)
+        told = [
+            {
+                "number": event.number,
+                "seconds_ago": round(now - event.time, 3),
+                "event": event.kind,
+                **({"reason": event.reason} if event.reason else {}),
+                "block_hashes": [name.hex() for name in names],
+            }
+            for event in found
+            if (names := event.of(root))
+        ]
+        # Numbers count everybody's events; what was passed over tells how busy the server is, as its metrics do.
+        return {"events": told, "next": found[-1].number + 1 if found else max(since, log.next_number)}
+
+    def _paged(self, now: float) -> KVManager:
+        if not isinstance(self._manager, KVManager):
+            raise InvalidRequestError(
+                f"kv_allocator={self._config.kv_allocator} keeps no blocks that could be told of; serve with --kv-allocator paged.",
+                param=None,
+            )
+        self._manager.advance(now)
+        return self._manager
+
+    def _root(self, manager: KVManager, salt: str | None) -> BlockHash | None:
+        return None if salt is None else manager.hashes_of((), salt)[0]
+
+    def _on_disk(self, manager: KVManager, hashes: Sequence[BlockHash], limit: int) -> int:
+        """Tokens that device and disk tier hold together."""
+        tables = manager.index.tables
+        if manager.tier is not None:
+            tables = manager.tier.beside(tables)
+        return manager.index.longest(hashes, limit, tables) * manager.spec.block_size

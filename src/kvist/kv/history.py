@@ -1,0 +1,133 @@
+"""What happened to blocks, and which prompts came: two bounded records from which misses are explained.
+
+Both hold what the manager has anyway (hashes, token lists), and cost O(1) a batch of blocks and a request. This module decides
+nothing. Invariants: event numbers ascend by one and never repeat; neither record grows beyond its bounds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvist.kv.block import BlockHash
+
+MAX_EVENTS = 4096
+MAX_EVENT_BLOCKS = 1 << 16
+MAX_PROMPTS = 128
+MAX_PROMPT_TOKENS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class KVEvent:
+    """`kind`: stored (computed, or brought from a tier), removed (`reason`: evicted, flushed), retained, expired or withdrawn (of
+    claims). `owners` are the roots of the blocks' prefixes, one for all or one each."""
+
+    number: int
+    time: float
+    kind: str
+    reason: str
+    owners: tuple[BlockHash, ...]
+    block_hashes: Sequence[BlockHash]
+
+    def of(self, owner: BlockHash | None) -> list[BlockHash]:
+        """The blocks that `owner` may see (None: all)."""
+        if owner is None:
+            return list(self.block_hashes)
+        if len(self.owners) == 1:
+            return list(self.block_hashes) if self.owners[0] == owner else []
+        return [name for name, root in zip(self.block_hashes, self.owners, strict=True) if root == owner]
+
+
+class EventLog:
+    """The latest events, up to MAX_EVENTS and MAX_EVENT_BLOCKS blocks in all."""
+
+    def __init__(self) -> None:
+        self._events: deque[KVEvent] = deque()
+        self._num_blocks = 0
+        self.next_number = 0
+
+    def add(self, time: float, kind: str, reason: str, owners: Sequence[BlockHash], block_hashes: Sequence[BlockHash]) -> None:
+        if not block_hashes:
+            return
+        event = KVEvent(self.next_number, time, kind, reason, tuple(owners), block_hashes)
+        self.next_number += 1
+        self._events.append(event)
+        self._num_blocks += len(block_hashes)
+        while len(self._events) > MAX_EVENTS or (self._num_blocks > MAX_EVENT_BLOCKS and len(self._events) > 1):
+            self._num_blocks -= len(self._events.popleft().block_hashes)
+
+    def since(self, number: int, limit: int) -> list[KVEvent]:
+        """Up to `limit` events from `number` on, oldest first. Earlier ones than the first kept are gone."""
+        if not self._events:
+            return []
+        start = max(0, number - self._events[0].number)
+        return [self._events[place] for place in range(start, min(len(self._events), start + limit))]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPrompt:
+    """A request that ended. The lists are the request's own, which nobody changes any more."""
+
+    root: BlockHash
+    prompt: list[int]
+    output: list[int]
+    hashes: list[BlockHash]
+    time: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def common(self, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int) -> int:
+        """How many leading tokens are equal. Equal hashes mean equal beginnings, so halving finds the last equal block."""
+        both = min(len(hashes), len(self.hashes))
+        blocks = bisect_left(range(both), True, key=lambda block: hashes[block] != self.hashes[block])
+        position, end = blocks * block_size, min(self.num_tokens, len(token_ids))
+        split = len(self.prompt)
+        while position < end:
+            mine = self.prompt[position] if position < split else self.output[position - split]
+            if mine != token_ids[position]:
+                break
+            position += 1
+        return position
+
+
+class SeenPrompts:
+    """The latest, up to MAX_PROMPTS and MAX_PROMPT_TOKENS in all."""
+
+    def __init__(self) -> None:
+        self._seen: deque[SeenPrompt] = deque()
+        self._num_tokens = 0
+
+    def add(self, prompt: SeenPrompt) -> None:
+        self._seen.append(prompt)
+        self._num_tokens += prompt.num_tokens
+        while len(self._seen) > MAX_PROMPTS or (self._num_tokens > MAX_PROMPT_TOKENS and len(self._seen) > 1):
+            self._num_tokens -= self._seen.popleft().num_tokens
+
+    def nearest(
+        self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int
+    ) -> tuple[SeenPrompt, int] | None:
+        """The one of `root` with the longest common beginning, the latest of equals, and its length in tokens; None if nobody
+        shares a token."""
+        best, length = None, 0
+        for seen in self._seen:
+            if seen.root == root and (common := seen.common(token_ids, hashes, block_size)) >= max(length, 1):
+                best, length = seen, common
+        return None if best is None else (best, length)
+
+    def rewritten(
+        self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int, slack: int
+    ) -> int | None:
+        """Where a prompt leaves a known conversation within its answer (or the last `slack` tokens before that), if nobody shares
+        more with it."""
+        longest, place = 0, None
+        for seen in self._seen:
+            if seen.root != root or (common := seen.common(token_ids, hashes, block_size)) < max(longest, 1):
+                continue
+            within = len(seen.prompt) - slack <= common < min(seen.num_tokens, len(token_ids))
+            place = common if within or (place == common) else None
+            longest = common
+        return place

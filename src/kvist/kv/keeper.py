@@ -1,0 +1,167 @@
+"""What is kept of blocks that were computed: eviction order, claims of users, and why a block that was here is gone.
+
+It stands between the manager, which knows requests, and pool and index, which know ids and names. Cost: O(1) a block on the way of
+every request; claims cost more, for the blocks they cover. It knows no requests and reads no clock: `now` is told by `advance`.
+Invariants: pinned blocks are held once by the keeper; what is claimed is in the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvist.kv.block import BlockHash
+from kvist.kv.eviction import POLICIES
+from kvist.kv.ghosts import Ghosts
+from kvist.kv.hints import KVHints
+from kvist.kv.history import EventLog, SeenPrompt, SeenPrompts
+from kvist.kv.pool import BlockPool
+from kvist.kv.prefix import PrefixIndex
+from kvist.kv.retention import NO_CHANGES, Changes, Retention
+from kvist.kv.rings import ORDINARY_PRIORITY
+from kvist.request import PrefixMiss
+
+GHOSTS_PER_BLOCK = 4
+"""So many evictions are remembered; conversations come back after several times the pool."""
+MAX_EXPIRED = 1 << 14
+TEMPLATE_TOKENS = 4
+"""A prompt's last tokens may be its template's word for "now answer", which the next turn's prompt need not repeat."""
+LOOK_AHEAD = 8
+"""Ghosts are lost at times; one of a later block tells as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The known prompt that shares most with another."""
+
+    common_tokens: int
+    prompt_tokens: int
+    num_tokens: int
+    """Of the known one: its prompt, and with its answer."""
+    seconds_ago: float
+
+
+class Keeper:
+    """`pin_budget` is the most blocks that may be pinned at once."""
+
+    def __init__(self, num_blocks: int, index: PrefixIndex, eviction_policy: str, pin_budget: int) -> None:
+        self.policy = POLICIES[eviction_policy](num_blocks)
+        self.pool = BlockPool(num_blocks, self._evict, self.policy)
+        self.retention = Retention(pin_budget)
+        self.events = EventLog()
+        self.now = 0.0
+        self._index = index
+        self._ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
+        self._seen = SeenPrompts()
+        self._lapsed: set[int] = set()
+        """Cached blocks whose claims have all ended by their time."""
+        self._expired: dict[BlockHash, None] = {}
+        """Contents that were evicted thereafter, oldest first."""
+
+    def enter(self, root: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
+        """Successive blocks of a sequence have been computed and are in the index now."""
+        self.pool.mark_cached(block_ids)
+        if self._expired:
+            for block_hash in block_hashes:
+                self._expired.pop(block_hash, None)
+        self.policy.enter(block_ids, self._ghosts.memos(block_hashes) if self.policy.remembers else ())
+        self.events.add(self.now, "stored", "", (root,), block_hashes)
+
+    def advance(self, now: float) -> None:
+        self.now = now
+        changes, free_of_claims = self.retention.expire(now)
+        self._lapsed.update(free_of_claims)
+        self._tell("expired", free_of_claims)
+        self._carry_out(changes)
+
+    def claim(self, root: BlockHash, block_ids: Sequence[int], hints: KVHints) -> None:
+        """Keep these blocks, the first of a prefix first."""
+        deadline = None if hints.ttl is None else self.now + hints.ttl
+        priority = ORDINARY_PRIORITY if hints.priority is None else hints.priority
+        self._lapsed.difference_update(block_ids)
+        self._carry_out(self.retention.claim(root, block_ids, priority, hints.pin, deadline))
+        self._tell("retained", block_ids)
+
+    def withdraw(self, root: BlockHash, block_ids: Sequence[int]) -> int:
+        """End the claims of `root` on these blocks. Returns how many blocks are no longer pinned."""
+        claimed = [block_id for block_id in block_ids if self.retention.claims(block_id)]
+        changes = self.retention.withdraw(root, block_ids)
+        self._tell("withdrawn", [block_id for block_id in claimed if not self.retention.claims(block_id)])
+        self._carry_out(changes)
+        return len(changes.unpinned)
+
+    def flush(self, root: BlockHash | None) -> int:
+        """Forget the contents that nobody holds (of one root, or all). Returns how many blocks that were."""
+        found = [block_id for block_id in self.pool.free_cached() if root is None or self._index.root_of(block_id) == root]
+        self.pool.drop(found)
+        self._remove(found, "flushed")
+        return len(found)
+
+    def remember(self, root: BlockHash, prompt: list[int], output: list[int], hashes: list[BlockHash]) -> None:
+        """A request has ended; nobody changes the lists any more."""
+        self._seen.add(SeenPrompt(root, prompt, output, hashes, self.now))
+
+    def explain(
+        self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], position: int, block_size: int
+    ) -> PrefixMiss:
+        """Why the block at `position`, which whole blocks of a prompt reach to or pass, is not found."""
+        missing = hashes[position // block_size :][:LOOK_AHEAD]
+        if missing and missing[0] in self._expired:
+            return PrefixMiss("expired", position, self._evicted_ago(missing))
+        if (ago := self._evicted_ago(missing)) is not None:
+            return PrefixMiss("evicted", position, ago)
+        place = self._seen.rewritten(root, token_ids, hashes, block_size, TEMPLATE_TOKENS)
+        if place is not None and place >= position:
+            return PrefixMiss("rewritten", place)
+        return PrefixMiss("never_seen", position)
+
+    def nearest(self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int) -> Nearest | None:
+        found = self._seen.nearest(root, token_ids, hashes, block_size)
+        if found is None:
+            return None
+        seen, common = found
+        return Nearest(common, len(seen.prompt), seen.num_tokens, self.now - seen.time)
+
+    def _evicted_ago(self, hashes: Sequence[BlockHash]) -> float | None:
+        times = [time for block_hash in hashes if (time := self._ghosts.evicted_at(block_hash)) is not None]
+        return None if not times else max(0.0, self.now - times[0])
+
+    def _evict(self, block_ids: list[int]) -> None:
+        self._remove(block_ids, "evicted")
+
+    def _remove(self, block_ids: list[int], reason: str) -> None:
+        memos = self.policy.leave(block_ids)
+        roots = [self._index.root_of(block_id) for block_id in block_ids]
+        hashes = self._index.remove(block_ids)
+        self._ghosts.put(hashes, memos, self.now)
+        self.events.add(self.now, "removed", reason, roots, hashes)
+        if self.retention:
+            for block_id in block_ids:
+                if self.retention.claims(block_id):
+                    self.policy.set_priority(block_id, ORDINARY_PRIORITY)
+            self.retention.forget(block_ids)
+        if self._lapsed:
+            for block_id, block_hash in zip(block_ids, hashes, strict=True):
+                if block_id in self._lapsed:
+                    self._lapsed.discard(block_id)
+                    self._expired[block_hash] = None
+            while len(self._expired) > MAX_EXPIRED:
+                del self._expired[next(iter(self._expired))]
+
+    def _tell(self, kind: str, block_ids: Sequence[int]) -> None:
+        named = [(name, self._index.root_of(block_id)) for block_id in block_ids if (name := self._index.hash_of(block_id))]
+        self.events.add(self.now, kind, "", [root for _, root in named], [name for name, _ in named])
+
+    def _carry_out(self, changes: Changes) -> None:
+        if changes is NO_CHANGES:
+            return
+        self.pool.share(changes.pinned)
+        for block_id, priority in changes.priorities.items():
+            self.pool.set_priority(block_id, priority)
+        self.pool.release(reversed(changes.unpinned))
+
+    def check_invariants(self) -> None:
+        self.retention.check_invariants()
+        for block_id in range(self.pool.num_blocks):
+            if self.retention.claims(block_id) or block_id in self._lapsed:
+                assert self._index.hash_of(block_id) is not None, f"block {block_id} is claimed and holds nothing"

@@ -1,0 +1,177 @@
+"""`/v1/kv/...`: what the KV memory holds, why a prompt misses, and what is to be kept or forgotten.
+
+Knows the questions of `engine.kv_view`, and which prefixes a caller may see: with API keys those of the own key (and of one
+`cache_salt` of it), without keys everybody's unless a `cache_salt` is named. Work on large listings runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Annotated, Any, Self
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvist.errors import InvalidRequestError, KvistError
+from kvist.kv.hints import KVHints
+from kvist.server.auth import is_isolated, salt_of
+from kvist.server.body import read_body
+from kvist.server.chat import messages_of
+from kvist.server.protocol import parse_request
+from kvist.server.state import ServerState, state_of
+
+router = APIRouter(prefix="/v1/kv")
+
+MAX_PAGE = 1000
+FOLLOW_SECONDS = 0.25
+"""How often a follower of events is told of new ones."""
+
+Salt = Annotated[str | None, Query(alias="cache_salt", max_length=1024)]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE)]
+
+
+class PromptRequest(BaseModel):
+    """One prompt: text, token ids or messages."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("Give either prompt or messages.", param="prompt")
+        return self
+
+
+class PinRequest(PromptRequest):
+    """`pin` false without `priority` withdraws what the caller asked to keep of the prompt."""
+
+    pin: bool = True
+    ttl: float | None = None
+    priority: int | None = None
+
+    @property
+    def hints(self) -> KVHints | None:
+        if not self.pin and self.priority is None and self.ttl is None:
+            return None
+        return KVHints(self.pin, self.ttl, self.priority)
+
+
+class FlushRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+
+
+def scope_of(request: Request, client_salt: str | None) -> str | None:
+    """Whose prefixes a caller may see: a salt, or None for all."""
+    return salt_of(request, client_salt) if client_salt is not None or is_isolated(request) else None
+
+
+@router.get("/stats")
+async def stats(request: Request, cache_salt: Salt = None) -> Response:
+    """The pool, the policy and the counts of the caller's own blocks."""
+    return JSONResponse(await state_of(request).engine.ask_kv("stats", salt=scope_of(request, cache_salt)))
+
+
+@router.get("/blocks")
+async def blocks(request: Request, cache_salt: Salt = None, start: Annotated[int, Query(ge=0)] = 0, limit: Limit = 100) -> Response:
+    """Cached blocks by id, a page at a time."""
+    listing = await state_of(request).engine.ask_kv("blocks", salt=scope_of(request, cache_salt))
+    return JSONResponse(await asyncio.to_thread(listing.page, start, limit))
+
+
+@router.get("/prefixes")
+async def prefixes(
+    request: Request,
+    cache_salt: Salt = None,
+    parent: Annotated[str | None, Query(max_length=64)] = None,
+    limit: Limit = 100,
+) -> Response:
+    """The radix view: runs of blocks below `parent` (a `last` of this listing), or the beginnings."""
+    listing = await state_of(request).engine.ask_kv("blocks", salt=scope_of(request, cache_salt))
+    return JSONResponse(await asyncio.to_thread(listing.tree, parent, limit))
+
+
+@router.post("/explain")
+async def explain(request: Request) -> Response:
+    """How much of a prompt would hit now, where it differs from what is known, and why no more hits."""
+    state = state_of(request)
+    body = await read_body(request, state.options.max_body_bytes, partial(parse_request, PromptRequest))
+    token_ids = await _token_ids(state, body)
+    salt, plain = salt_of(request, body.cache_salt), salt_of(request, None)
+    return JSONResponse(await state.engine.ask_kv("explain", salt=salt, token_ids=token_ids, other_salt=plain))
+
+
+@router.post("/pin")
+async def pin(request: Request) -> Response:
+    """Keep what is cached of a prompt: pinned, or by priority, for `ttl` seconds or until it is withdrawn."""
+    state = state_of(request)
+    body = await read_body(request, state.options.max_body_bytes, partial(parse_request, PinRequest))
+    hints = body.hints
+    token_ids = await _token_ids(state, body)
+    salt = salt_of(request, body.cache_salt)
+    return JSONResponse(await state.engine.ask_kv("pin", salt=salt, token_ids=token_ids, hints=hints))
+
+
+@router.post("/flush")
+async def flush(request: Request) -> Response:
+    """Forget the caller's prefixes that no request holds and that are not pinned."""
+    state = state_of(request)
+    body = await read_body(request, state.options.max_body_bytes, partial(parse_request, FlushRequest))
+    return JSONResponse(await state.engine.ask_kv("flush", salt=scope_of(request, body.cache_salt)))
+
+
+@router.get("/events")
+async def events(
+    request: Request,
+    cache_salt: Salt = None,
+    since: Annotated[int, Query(ge=0)] = 0,
+    limit: Limit = 100,
+    follow: bool = False,
+) -> Response:
+    """What happened to blocks from event `since` on; with `follow` as server-sent events until the client leaves."""
+    state = state_of(request)
+    ask = partial(state.engine.ask_kv, "events", salt=scope_of(request, cache_salt), limit=limit)
+    if not follow:
+        return JSONResponse(await ask(since=since))
+    return StreamingResponse(_follow(state, request, ask, since), media_type="text/event-stream")
+
+
+async def _follow(state: ServerState, request: Request, ask: Any, since: int) -> AsyncIterator[str]:
+    yield ": following\n\n"
+    while state.life.ready and not await request.is_disconnected():
+        try:
+            found = await ask(since=since)
+        except KvistError:
+            return
+        since = found["next"]
+        for event in found["events"]:
+            yield f"data: {json.dumps(event)}\n\n"
+        await asyncio.sleep(FOLLOW_SECONDS)
+
+
+async def _token_ids(state: ServerState, body: PromptRequest) -> list[int]:
+    """Raises InvalidRequestError."""
+    if body.messages is not None:
+        await state.check_size(sum(len(str(message.get("content"))) for message in body.messages), "messages")
+        return await state.engine.render_chat(messages_of(body.messages), add_generation_prompt=True, **body.chat_template_kwargs)
+    if isinstance(body.prompt, str):
+        await state.check_size(len(body.prompt), "prompt")
+        return await state.engine.encode(body.prompt, body.add_special_tokens)
+    vocab_size = state.engine.config.model.vocab_size
+    token_ids = body.prompt or []
+    if not all(0 <= token_id < vocab_size for token_id in token_ids):
+        raise InvalidRequestError(
+            f"prompt holds a token id outside the model's vocabulary (0 to {vocab_size - 1}).", param="prompt"
+        )
+    return token_ids

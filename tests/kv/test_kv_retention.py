@@ -1,0 +1,228 @@
+"""Pins, priorities and their time: exact outcomes at the manager, and why a prompt is missed."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.deciders import make_request, make_spec
+from kvist.errors import ContextLengthError, InvalidRequestError
+from kvist.kv.eviction import POLICIES
+from kvist.kv.hints import KVHints
+from kvist.kv.manager import KVManager
+from kvist.request import PrefixMiss, Request
+
+SIZE = 4
+EVERY_POLICY = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+
+class Drive:
+    """One request after the other, through a manager with blocks of four tokens."""
+
+    def __init__(self, num_blocks: int, policy: str = "lru", pin_budget: float = 0.5, **more: object) -> None:
+        spec = make_spec(block_size=SIZE)
+        self.manager = KVManager(
+            spec,
+            num_blocks,
+            watermark=0.0,
+            eviction_policy=policy,
+            pin_budget=pin_budget,
+            **more,  # type: ignore[arg-type]
+        )
+        self.count = 0
+        self.miss: PrefixMiss | None = None
+
+    def open(self, prompt: list[int], *, salt: str = "", answer: tuple[int, ...] = (), **hints: object) -> Request:
+        self.count += 1
+        request = make_request(f"r{self.count}", prompt, len(answer), salt=salt)
+        request.kv = KVHints(**hints) if hints else None  # type: ignore[arg-type]
+        self.manager.add(request)
+        return request
+
+    def serve(self, prompt: list[int], **more: object) -> int:
+        """Tokens found."""
+        request = self.open(prompt, **more)  # type: ignore[arg-type]
+        manager = self.manager
+        match = manager.match(request)
+        self.miss = manager.explain_miss(request, match)
+        manager.attach(request, match)
+        request.num_computed_tokens = match.num_tokens
+        assert manager.allocate(request, request.num_tokens - match.num_tokens)
+        request.num_computed_tokens = request.num_tokens
+        manager.commit(request)
+        for token in more.get("answer", ()):  # type: ignore[attr-defined]
+            request.output_token_ids.append(token)
+            assert manager.allocate(request, 1)
+            request.num_computed_tokens += 1
+            manager.commit(request)
+        manager.free(request)
+        manager.check_invariants()
+        return match.num_tokens
+
+
+def prompt(name: int, blocks: int = 3) -> list[int]:
+    return [name] * (SIZE * blocks + 1)
+
+
+@EVERY_POLICY
+def test_pinned_blocks_outlive_any_stream_and_give_way_when_unpinned(policy: str) -> None:
+    drive = Drive(12, policy)
+    drive.serve(prompt(1), pin=True)
+    assert drive.manager.num_pinned_blocks == 3
+    for name in range(2, 30):
+        assert drive.serve(prompt(name)) == 0
+    assert drive.serve(prompt(1)) == 12
+    root, hashes = drive.manager.hashes_of(prompt(1), "")
+    assert drive.manager.keeper.withdraw(root, drive.manager.cached(hashes)) == 3
+    assert drive.manager.num_free_blocks == 12
+    for name in range(40, 90):
+        drive.serve(prompt(name))
+    assert drive.serve(prompt(1)) == 0
+
+
+@EVERY_POLICY
+def test_a_pin_and_a_priority_lapse_with_their_time(policy: str) -> None:
+    drive = Drive(12, policy)
+    drive.manager.advance(100.0)
+    drive.serve(prompt(1), pin=True, ttl=60.0)
+    drive.serve(prompt(2), priority=90, ttl=30.0)
+    drive.manager.advance(129.0)
+    for name in range(3, 9):
+        drive.serve(prompt(name, 2))
+    assert (drive.serve(prompt(1)), drive.serve(prompt(2))) == (12, 12)
+    drive.manager.advance(160.0)
+    assert (drive.manager.num_pinned_blocks, drive.manager.num_free_blocks) == (0, 12)
+    drive.manager.check_invariants()
+    for name in range(50, 120):
+        drive.serve(prompt(name))
+    assert drive.serve(prompt(1)) == 0
+    assert drive.miss is not None
+    assert (drive.miss.reason, drive.miss.position) == ("expired", 0)
+
+
+@EVERY_POLICY
+def test_lower_priorities_are_evicted_first(policy: str) -> None:
+    drive = Drive(12, policy)
+    drive.serve(prompt(2), priority=80)
+    drive.serve(prompt(3))
+    drive.serve(prompt(1), priority=10)
+    drive.serve(prompt(4))
+    assert [drive.manager.match(drive.open(prompt(name))).num_tokens for name in (1, 2, 3, 4)] == [8, 12, 12, 12]
+    drive.serve(prompt(5))
+    assert [drive.manager.match(drive.open(prompt(name))).num_tokens for name in (1, 2)] == [0, 12]
+
+
+def test_of_two_claims_the_stronger_holds_and_the_weaker_stays_after_it() -> None:
+    drive = Drive(12)
+    drive.serve(prompt(1), priority=70)
+    drive.serve(prompt(1), pin=True, ttl=10.0)
+    retention = drive.manager.keeper.retention
+    assert (drive.manager.num_pinned_blocks, retention.priority(0), retention.deadline(0)) == (3, 70, None)
+    drive.manager.advance(10.0)
+    assert (drive.manager.num_pinned_blocks, retention.priority(0)) == (0, 70)
+    drive.manager.check_invariants()
+
+
+def test_the_budget_is_enforced_when_a_request_is_queued() -> None:
+    drive = Drive(12, pin_budget=0.5)
+    first = drive.open(prompt(1, 4), pin=True)
+    assert drive.manager.pins.num_taken == 4
+    with pytest.raises(InvalidRequestError, match="3 blocks, and of the 6 that may be pinned 2 are left") as refused:
+        drive.open(prompt(2), pin=True)
+    assert refused.value.param == "kv.pin"
+    drive.manager.free(first)
+    assert drive.manager.pins.num_taken == 0
+    drive.serve(prompt(2), pin=True)
+    with pytest.raises(InvalidRequestError, match="prefix caching is off"):
+        Drive(12, enable_prefix_caching=False).open(prompt(1), priority=60)
+
+
+def test_pins_and_open_requests_never_stand_in_each_others_way() -> None:
+    drive = Drive(12, pin_budget=0.9)
+    drive.serve(prompt(1, 5), pin=True)
+    with pytest.raises(ContextLengthError, match="beside what is pinned there are 7"):
+        drive.open(prompt(2, 7))
+    big = drive.open(prompt(2, 6))
+    with pytest.raises(InvalidRequestError, match="too few for a request that is open"):
+        drive.open(prompt(3, 1), pin=True)
+    drive.manager.free(big)
+    drive.serve(prompt(3, 1), pin=True)
+    assert drive.manager.num_pinned_blocks == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ttl": 5}, "give one of them too"),
+        ({"pin": True, "ttl": 0}, "kv.ttl must be a number"),
+        ({"pin": True, "ttl": float("nan")}, "kv.ttl must be a number"),
+        ({"priority": 101}, "kv.priority must be a whole number"),
+        ({"pin": "yes"}, "kv.pin is true or false"),
+    ],
+)
+def test_hints_are_checked(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        KVHints(**fields)  # type: ignore[arg-type]
+
+
+def test_why_a_prompt_is_missed() -> None:
+    drive = Drive(8)
+    drive.manager.advance(5.0)
+    assert drive.serve(prompt(1)) == 0
+    assert drive.miss == PrefixMiss("never_seen", 0)
+    assert drive.serve(prompt(1)) == 12
+    assert drive.miss == PrefixMiss("partial_block", 12)
+    assert drive.serve([*[1] * 8, 7, 7, 7, 7, 7]) == 8
+    assert drive.miss == PrefixMiss("never_seen", 8)
+    drive.manager.advance(25.0)
+    drive.serve(prompt(5, 7))
+    drive.manager.advance(65.0)
+    assert drive.serve(prompt(1)) < 12
+    assert drive.miss is not None
+    assert (drive.miss.reason, drive.miss.evicted_ago) == ("evicted", 40.0)
+    assert drive.serve(prompt(1), salt="other") == 0
+    assert drive.miss == PrefixMiss("never_seen", 0)
+
+
+def test_a_rewritten_history_is_told_from_a_new_question() -> None:
+    drive = Drive(40)
+    turn = [1] * 10
+    drive.serve(turn, answer=(5, 6, 7, 8, 9, 9, 9, 9, 9))
+    assert drive.serve([*turn, 5, 6, 7, 8, 9, 9, 9, 9, 9, 2, 2, 2, 2, 2, 2]) == 16
+    assert drive.miss == PrefixMiss("never_seen", 16)
+    assert drive.serve([*turn, 5, 6, 0, 0, 9, 9, 9, 9, 9, 2, 2, 2, 2, 2]) == 12
+    assert drive.miss == PrefixMiss("rewritten", 12)
+    assert drive.serve([*turn[:5], *[3] * 12]) == 4
+    assert drive.miss == PrefixMiss("never_seen", 4)
+
+
+def test_events_are_numbered_bounded_and_each_tenants_own() -> None:
+    drive = Drive(8)
+    drive.serve(prompt(1), salt="a")
+    drive.serve(prompt(2), salt="b")
+    drive.serve(prompt(3, 5), salt="a")
+    log = drive.manager.keeper.events
+    found = log.since(0, 100)
+    assert [event.number for event in found] == list(range(log.next_number))
+    assert [event.kind for event in found] == ["stored", "stored", "removed", "stored"]
+    removed = found[2]
+    assert (removed.reason, len(removed.block_hashes)) == ("evicted", 4)
+    owner, _ = drive.manager.hashes_of((), "b")
+    assert len(removed.of(owner)) + len(removed.of(drive.manager.hashes_of((), "a")[0])) == 4
+    assert found[0].of(owner) == []
+    assert found[1].of(owner) == list(found[1].block_hashes)
+    assert [event.number for event in log.since(2, 1)] == [2]
+    assert log.since(99, 5) == []
+
+
+def test_flush_forgets_what_nobody_holds_of_one_owner() -> None:
+    drive = Drive(20)
+    drive.serve(prompt(1), salt="a", pin=True)
+    drive.serve(prompt(2), salt="a")
+    drive.serve(prompt(3), salt="b")
+    root, _ = drive.manager.hashes_of((), "a")
+    assert drive.manager.keeper.flush(root) == 3
+    drive.manager.check_invariants()
+    assert drive.serve(prompt(1), salt="a") == 12
+    assert drive.serve(prompt(2), salt="a") == 0
+    assert drive.serve(prompt(3), salt="b") == 12
+    assert drive.manager.keeper.flush(None) == 6

@@ -1,0 +1,152 @@
+"""The routes under /v1/kv over the real engine and a tiny model: what a caller sees, keeps and forgets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from server_fakes import ServerThread, serving
+from server_sse import CHAT, COMPLETIONS, error_of
+
+from helpers.tiny_engine import ISAS, tiny_engine
+from kvist.engine.async_engine import AsyncEngine
+from kvist.server.options import ServerOptions
+
+BLOCK = 16
+
+
+@pytest.fixture
+def server() -> Iterator[ServerThread]:
+    with serving(AsyncEngine(tiny_engine(ISAS[-1], num_kv_blocks=24, kv_pin_budget=0.25))) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: ServerThread) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def ids(name: int, blocks: int) -> list[int]:
+    return [20 + name] * (BLOCK * blocks + 1)
+
+
+def complete(client: httpx.Client, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, **fields}
+    response = client.post(COMPLETIONS, json=body)
+    assert response.status_code == 200, response.text
+    usage: dict[str, Any] = response.json()["usage"]
+    return usage
+
+
+def ask(client: httpx.Client, path: str, body: Any = None, **query: Any) -> dict[str, Any]:
+    response = client.get(f"/v1/kv/{path}", params=query) if body is None else client.post(f"/v1/kv/{path}", json=body)
+    assert response.status_code == 200, response.text
+    result: dict[str, Any] = response.json()
+    return result
+
+
+def test_stats_blocks_and_prefixes_tell_of_what_is_cached(client: httpx.Client) -> None:
+    common = ids(1, 2)[:-1]
+    complete(client, [*common, *ids(2, 2)])
+    complete(client, [*common, *ids(3, 1)])
+    stats = ask(client, "stats")
+    assert (stats["indexed_blocks"], stats["pool"]["blocks"], stats["eviction_policy"]) == (5, 24, "density")
+    page = ask(client, "blocks", limit=3)
+    assert (page["total"], len(page["blocks"]), page["next"]) == (5, 3, 3)
+    assert len(ask(client, "blocks", limit=3, start=3)["blocks"]) == 2
+    assert {block["holders"] for block in page["blocks"]} == {0}
+    (top,) = ask(client, "prefixes")["prefixes"]
+    assert (top["blocks"], top["tokens"], top["children"], top["blocks_below"]) == (2, 32, 2, 3)
+    below = ask(client, "prefixes", parent=top["last"])
+    assert [(node["blocks"], node["children"]) for node in below["prefixes"]] == [(2, 0), (1, 0)]
+    assert error_of(client.get("/v1/kv/prefixes", params={"parent": "xyz"}), 400)["param"] == "parent"
+    assert client.get("/v1/kv/blocks", params={"limit": 0}).status_code in (400, 422)
+
+
+def test_explain_tells_hit_reason_and_nearest_prompt(client: httpx.Client) -> None:
+    prompt = ids(1, 3)
+    told = ask(client, "explain", {"prompt": prompt})
+    assert (told["hit_tokens"]["device"], told["miss"], told["nearest"]) == (0, {"reason": "never_seen", "position": 0}, None)
+    complete(client, prompt)
+    told = ask(client, "explain", {"prompt": prompt})
+    assert (told["hit_tokens"]["device"], told["miss"]) == (48, {"reason": "partial_block", "position": 48})
+    told = ask(client, "explain", {"prompt": [*prompt[:20], *ids(2, 2)]})
+    assert (told["hit_tokens"]["device"], told["miss"]) == (16, {"reason": "never_seen", "position": 16})
+    assert told["nearest"]["common_tokens"] == 20
+    for name in range(3, 12):
+        complete(client, ids(name, 5))
+    told = ask(client, "explain", {"prompt": prompt})
+    assert told["miss"]["reason"] == "evicted"
+    assert told["miss"]["evicted_ago"] >= 0
+    usage = complete(client, prompt)
+    assert usage["kvist"]["prefix_miss"]["reason"] == "evicted"
+    told = ask(client, "explain", {"prompt": prompt, "cache_salt": "mine"})
+    assert told["miss"] == {"reason": "other_salt", "position": 0, "would_hit": 48}
+    assert ask(client, "explain", {"messages": [{"role": "user", "content": "Hello"}]})["prompt_tokens"] > 0
+    assert error_of(client.post("/v1/kv/explain", json={}), 400)["param"] == "prompt"
+    assert error_of(client.post("/v1/kv/explain", json={"prompt": [10**9]}), 400)["param"] == "prompt"
+
+
+def test_pins_come_with_a_request_or_later_and_are_withdrawn(client: httpx.Client) -> None:
+    pinned, later = ids(1, 3), ids(2, 2)
+    complete(client, pinned, kv={"pin": True})
+    assert ask(client, "stats")["pinned_blocks"] == 3
+    assert error_of(client.post("/v1/kv/pin", json={"prompt": later}), 400)["param"] == "prompt"
+    complete(client, later)
+    assert ask(client, "pin", {"prompt": later, "ttl": 600, "priority": 80}) == {"tokens": 32, "blocks": 2}
+    refused = client.post(COMPLETIONS, json={"prompt": ids(3, 3), "max_tokens": 1, "kv": {"pin": True}})
+    assert error_of(refused, 400)["param"] == "kv.pin"
+    for name in range(4, 14):
+        complete(client, ids(name, 4))
+    assert complete(client, pinned)["prompt_tokens_details"]["cached_tokens"] == 48
+    assert complete(client, later)["prompt_tokens_details"]["cached_tokens"] == 32
+    assert ask(client, "pin", {"prompt": pinned, "pin": False})["unpinned_blocks"] == 3
+    assert ask(client, "stats")["pinned_blocks"] == 2
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "kv": {"priority": 80, "ttl": 60}}
+    assert client.post(CHAT, json=chat).status_code == 200
+    for wrong, param in (({"ttl": 5}, "kv.ttl"), ({"priority": 101}, "kv.priority"), ({"pins": True}, None)):
+        error = error_of(client.post(COMPLETIONS, json={"prompt": "a", "kv": wrong}), 400)
+        assert param is None or error["param"] == param
+
+
+def test_flush_and_events(client: httpx.Client) -> None:
+    complete(client, ids(1, 3))
+    first = ask(client, "events")
+    assert [event["event"] for event in first["events"]] == ["stored"]
+    assert len(first["events"][0]["block_hashes"]) == 3
+    assert ask(client, "flush", {}) == {"flushed_blocks": 3}
+    then = ask(client, "events", since=first["next"])
+    assert [(event["event"], event["reason"]) for event in then["events"]] == [("removed", "flushed")]
+    assert complete(client, ids(1, 3))["prompt_tokens_details"]["cached_tokens"] == 0
+    with client.stream("GET", "/v1/kv/events", params={"since": then["next"], "follow": True}) as followed:
+        line = next(line for line in followed.iter_lines() if line.startswith("data: "))
+    assert json.loads(line.removeprefix("data: "))["event"] == "stored"
+
+
+def test_a_tenant_sees_its_own_only() -> None:
+    options = ServerOptions(api_keys=("one", "two"))
+    with serving(AsyncEngine(tiny_engine(ISAS[-1], num_kv_blocks=64)), options) as server:
+        one, two = (
+            httpx.Client(base_url=server.url, timeout=60, headers={"Authorization": f"Bearer {key}"}) for key in ("one", "two")
+        )
+        with one, two:
+            prompt = ids(1, 3)
+            complete(one, prompt, kv={"pin": True})
+            assert complete(two, prompt)["prompt_tokens_details"]["cached_tokens"] == 0
+            complete(one, ids(2, 2))
+            assert (ask(one, "stats")["indexed_blocks"], ask(two, "stats")["indexed_blocks"]) == (5, 3)
+            assert (ask(one, "stats")["pinned_blocks"], ask(two, "stats")["pinned_blocks"]) == (3, 0)
+            assert (ask(one, "blocks")["total"], ask(two, "blocks")["total"]) == (5, 3)
+            mine = {block["hash"] for block in ask(one, "blocks")["blocks"]}
+            assert not mine & {block["hash"] for block in ask(two, "blocks")["blocks"]}
+            assert not mine & {name for event in ask(two, "events")["events"] for name in event["block_hashes"]}
+            told = ask(two, "explain", {"prompt": ids(2, 2)})
+            assert (told["hit_tokens"]["device"], told["miss"]["reason"], told["nearest"]) == (0, "never_seen", None)
+            assert ask(two, "pin", {"prompt": prompt, "pin": False})["unpinned_blocks"] == 0
+            assert ask(two, "flush", {}) == {"flushed_blocks": 3}
+            assert (ask(one, "blocks")["total"], ask(two, "blocks")["total"]) == (5, 0)
+            assert httpx.get(f"{server.url}/v1/kv/stats").status_code == 401
