@@ -143,9 +143,10 @@ NB_MODULE(KVIST_MODULE, m) {
              require(rows.shape(1) == sizeof(SampleRow) && reinterpret_cast<uintptr_t>(rows.data()) % alignof(SampleRow) == 0, "rows");
              const int count = static_cast<int>(rows.shape(0));
              new (self) SampleBatch{reinterpret_cast<const SampleRow*>(rows.data()), count, std::vector<int>(rows.shape(0), -1), {}};
-           })
-      .def("adjust", &add_adjustment, "row"_a, "mask"_a.none(), "bias_ids"_a.none(), "bias"_a.none(), "seen"_a.none(), "counts"_a.none(),
-           "repetition"_a, "frequency"_a, "presence"_a);
+           }, "rows"_a.noconvert())
+      // Converted arrays would be gone after the call, and with them what the batch points to.
+      .def("adjust", &add_adjustment, "row"_a, "mask"_a.noconvert().none(), "bias_ids"_a.noconvert().none(), "bias"_a.noconvert().none(),
+           "seen"_a.noconvert().none(), "counts"_a.noconvert().none(), "repetition"_a, "frequency"_a, "presence"_a);
 
   nb::class_<Machine>(m, "Machine")
       .def(nb::init<int, const std::vector<int>&>(), "num_threads"_a, "cpus"_a = std::vector<int>())

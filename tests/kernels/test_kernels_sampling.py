@@ -123,6 +123,21 @@ def test_what_does_not_fit_the_vocabulary_is_refused(native: Ops, change: Adjust
         native.sample(np.zeros((1, 33), np.float32), batch_of([row_of()], {0: change}))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        Adjustment(mask=np.ones(4, np.uint32)[::2]),
+        Adjustment(mask=np.ones(2, np.int64)),  # type: ignore[arg-type]
+        Adjustment(bias_ids=np.zeros(1, np.int64), bias=np.zeros(1)),  # type: ignore[arg-type]
+        Adjustment(seen=np.zeros(1, np.int32), counts=np.zeros(1, np.int64)),  # type: ignore[arg-type]
+    ],
+)
+def test_arrays_cross_as_they_are_or_not_at_all(native: Ops, change: Adjustment) -> None:
+    """A converted copy would be gone before it is read."""
+    with pytest.raises(TypeError):
+        native.sample(np.zeros((1, 33), np.float32), batch_of([row_of()], {0: change}))
+
+
 def test_scores_outside_the_logits_are_refused(native: Ops) -> None:
     zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     for rows, token_ids in ((one, zero), (zero, one * 9), (-one, zero)):
