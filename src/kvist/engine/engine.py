@@ -19,6 +19,7 @@ from typing import Any
 
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
+from kvist.engine.batch import BatchBuilder
 from kvist.engine.constraints import Constraint, Masks
 from kvist.engine.kv_view import KVView
 from kvist.engine.loader import Loaded, load
@@ -64,7 +65,8 @@ class Engine:
         self.config: EngineConfig = loaded.config
         self.tokenizer = loaded.tokenizer
         self.chat_template = loaded.chat_template
-        self.runner = Runner(loaded.model, loaded.config.spec)
+        spec = loaded.config.spec
+        self.runner = Runner(loaded.model, BatchBuilder(spec.block_size, len(spec.groups)))
         config = loaded.config
         self.manager = loaded.manager
         self.scheduler = Scheduler(

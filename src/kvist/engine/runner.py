@@ -12,9 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvist.engine.batch import build_batch
+from kvist.engine.batch import BatchBuilder
 from kvist.kernels.ops import F32, ForwardBatch, Program
-from kvist.kv.spec import KVSpec
 from kvist.sched.output import ScheduledRequest, SchedulerOutput
 
 LOGITS_SLICE = 64
@@ -55,11 +54,11 @@ class StepResult:
 @dataclass(frozen=True)
 class Runner:
     model: ForwardModel
-    spec: KVSpec
+    batches: BatchBuilder
 
     def forward(self, output: SchedulerOutput) -> StepResult:
         """Compute the step's rows, and the logits of the last row of each request that samples."""
-        batch = build_batch(output.scheduled, self.spec.block_size, len(self.spec.groups))
+        batch = self.batches.build(output.scheduled)
         return StepResult(batch, self.model.forward(batch))
 
     def prompt_logits(self, output: SchedulerOutput, batch: ForwardBatch) -> Iterator[PromptLogits]:

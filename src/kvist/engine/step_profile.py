@@ -12,7 +12,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from kvist.engine.batch import build_batch
+import numpy as np
+import numpy.typing as npt
+
 from kvist.engine.engine import Engine
 from kvist.engine.runner import StepResult
 from kvist.errors import ConfigError
@@ -80,15 +82,16 @@ class _TimedScheduler(_Timed):
 class _TimedRunner(_Timed):
     """Runs the model's program call by call on the clock."""
 
-    times: list[int]
+    times: npt.NDArray[np.int64]
     batch: Any
 
     def forward(self, output: Any) -> StepResult:
-        spec, program = self._inner.spec, self._inner.model.program
-        batch = build_batch(output.scheduled, spec.block_size, len(spec.groups))
+        program = self._inner.model.program
+        batch = self._inner.batches.build(output.scheduled)
         self._ends["batch"] = time.perf_counter_ns()
-        self.times, self.batch = program.run_timed(batch), batch
-        result = StepResult(batch, program.result.rows(batch))
+        logits, self.times = program.run_timed(batch)
+        self.batch = batch
+        result = StepResult(batch, logits)
         self._ends["program"] = time.perf_counter_ns()
         return result
 
@@ -116,7 +119,7 @@ def profile_step(engine: Engine, *, context: int = 64, steps: int = 64) -> StepP
         ends["output"] = time.perf_counter_ns()
         totals.append((ends["output"] - started) / 1e3)
         for name in PYTHON_PARTS:
-            inside = sum(runner.times) if name == "program" else 0
+            inside = int(runner.times.sum()) if name == "program" else 0
             python[name].append((ends[name] - started - inside) / 1e3)
             started = ends[name]
         calls = _add_calls(runner, native)
@@ -138,7 +141,7 @@ def _add_calls(runner: _TimedRunner, native: dict[Cost, list[float]]) -> dict[Co
     sums, counts = defaultdict[Cost, float](float), defaultdict[Cost, int](int)
     for call, nanoseconds in zip(runner.model.program.calls, runner.times, strict=True):
         cost = cost_of(call, runner.batch)
-        sums[cost] += nanoseconds / 1e3
+        sums[cost] += float(nanoseconds) / 1e3
         counts[cost] += 1
     for cost, microseconds in sums.items():
         native[cost].append(microseconds)

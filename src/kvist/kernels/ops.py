@@ -134,14 +134,13 @@ class Program(Protocol):
 
     @property
     def calls(self) -> tuple[Call, ...]: ...
-    @property
-    def result(self) -> Array: ...
 
     def run(self, batch: ForwardBatch) -> F32:
-        """Make all calls; the result array's rows, a view that is valid until the next run."""
+        """Make all calls; the result array's rows, a view that is valid until the next run. A batch that comes again may hold other
+        numbers, but its arrays are the same ones."""
 
-    def run_timed(self, batch: ForwardBatch) -> list[int]:
-        """`run`, and the nanoseconds that each call took."""
+    def run_timed(self, batch: ForwardBatch) -> tuple[F32, I64]:
+        """`run`, and the nanoseconds that each call took, valid as long."""
 
 
 class Ops(Protocol):

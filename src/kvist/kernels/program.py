@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvist.kernels.ops import F32, ForwardBatch, Linear, Ops
+from kvist.kernels.ops import F32, I64, ForwardBatch, Linear, Ops
 
 
 class Array:
@@ -108,14 +108,13 @@ class DirectProgram:
 
     def __init__(self, ops: Ops, calls: Sequence[Call], result: Array) -> None:
         self.calls = tuple(calls)
-        self.result = result
-        self._ops, self._arrays = ops, arrays_of(calls)
+        self._ops, self._result, self._arrays = ops, result, arrays_of(calls)
 
     def run(self, batch: ForwardBatch) -> F32:
-        self.run_timed(batch)
-        return self.result.rows(batch)
+        result, _ = self.run_timed(batch)
+        return result
 
-    def run_timed(self, batch: ForwardBatch) -> list[int]:
+    def run_timed(self, batch: ForwardBatch) -> tuple[F32, I64]:
         step = self._ops.bind_batch(batch)
         for array in self._arrays:
             array.reserve(batch)
@@ -123,7 +122,7 @@ class DirectProgram:
         for call in self.calls:
             self._make(call, batch, step)
             ends.append(time.perf_counter_ns())
-        return [after - before for before, after in pairwise(ends)]
+        return self._result.rows(batch), np.array([after - before for before, after in pairwise(ends)], np.int64)
 
     def _make(self, call: Call, batch: ForwardBatch, step: Any) -> None:
         ops = self._ops
