@@ -80,11 +80,11 @@ def test_each_peer_gets_the_files_values_in_the_form_that_it_reads(tmp_path: Pat
     quantizer = tmp_path / "llama-quantize"
     quantizer.write_text('#!/bin/sh\neval "cp \\${$(($# - 2))} \\${$(($# - 1))}"; echo "$@" > "$0.log"\n', encoding="utf-8")
     quantizer.chmod(0o755)
-    monkeypatch.setattr(peer_setup, "MODULES", {"openvino": "json", "transformers": "json"})
+    monkeypatch.setattr(peer_setup, "MODULES", {"openvino": "json", "transformers": "json", "vllm": "json"})
     python = str(Path(sys.executable))
     model = write_tiny_gguf(tmp_path / "tiny.gguf", quant={"default": "Q4_1", "token_embd.weight": "Q8_0"}, vocab=300)
-    entry = enter(model, {"llamacpp": tmp_path, "openvino": Path(python), "transformers": Path(python)})
-    kvist, llamacpp, llamacpp_q4, openvino, openvino_q4, transformers = entry.contenders
+    entry = enter(model, {"llamacpp": tmp_path, "openvino": Path(python), "transformers": Path(python), "vllm": Path(python)})
+    kvist, llamacpp, llamacpp_q4, openvino, openvino_q4, transformers, vllm = entry.contenders
     assert not entry.failures
     assert kvist.setup["options"]["model"] == llamacpp.setup["model"] == openvino.setup["model"] == str(model)
     assert kvist.weights.startswith("Q4_1 (")
@@ -94,6 +94,8 @@ def test_each_peer_gets_the_files_values_in_the_form_that_it_reads(tmp_path: Pat
     assert llamacpp_q4.setup["threads"] == openvino.setup["threads"] == 1
     assert (tmp_path / "llama-quantize.log").read_text(encoding="utf-8").split()[:1] == ["--allow-requantize"]
     assert openvino.python == ("env", python, "-I")
+    assert vllm.python[-3:] == ("VLLM_CPU_OMP_THREADS_BIND=0-0", python, "-I")
+    assert vllm.setup["model"] == transformers.setup["model"]
     assert llamacpp.python == own_python()
 
 

@@ -148,5 +148,6 @@ def _contender(engine: str, program: Path, weights: tuple[str, str], threads: in
         setup |= {"server": str(program), "threads": threads or available_cpus()}
         return Contender(name, own_python(), driver_path(engine), setup, words)
     # -I: the peer's Python shall see its own packages alone, whatever this process was told by its environment.
-    python = ("env", *ENVIRONMENT.get(engine, ()), str(program), "-I")
+    bound = (f"VLLM_CPU_OMP_THREADS_BIND=0-{threads - 1}",) if engine == "vllm" and threads else ()
+    python = ("env", *ENVIRONMENT.get(engine, ()), *bound, str(program), "-I")
     return Contender(name, python, driver_path(engine), setup, words)
