@@ -52,7 +52,6 @@ def count_calls(folder: Path, sync: SyncPolicy) -> dict[str, int]:
     ("kind", "sync"),
     [
         ("write", "segment"),
-        ("write", "always"),
         ("sync", "segment"),
         ("sync", "always"),
         ("sync_folder", "segment"),

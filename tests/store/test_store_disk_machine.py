@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from helpers.disk import FaultyFiles, abandon, get, names, open_store, put
+from helpers.disk import FAST, FaultyFiles, abandon, get, names, open_store, put
 
 ALL = names(40)
 QUOTA = 6000
@@ -20,7 +20,7 @@ LISTS = st.lists(st.sampled_from(ALL), min_size=1, max_size=6, unique=True)
 class DiskMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder = Path(tempfile.mkdtemp(dir=FAST))
         self.known: set[bytes] = set()
         """What was stored and not told lost: the naive model, whose payloads follow from the names."""
 

@@ -107,9 +107,9 @@ class KVManager:
     def restorable(self, request: Request, match: PrefixMatch) -> Restore | None:
         """What the tier would add to the hit `match` of a waiting request."""
         record = self._records[request.request_id]
-        if self.tier is None or request.wants_prompt_logprobs:
-            return None
         limit = (request.num_tokens - 1) // self._block_size
+        if self.tier is None or request.wants_prompt_logprobs or match.num_tokens == limit * self._block_size:
+            return None
         length = self.index.longest(record.hashes, limit, self.tier.beside(self.index.tables))
         if length * self._block_size <= match.num_tokens:
             return None
