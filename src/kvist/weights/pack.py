@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,9 @@ from kvist.weights.files import content_files
 from kvist.weights.fingerprint import fingerprint_files
 from kvist.weights.locks import exclusive
 from kvist.weights.packfile import DamagedPackError, PackReader, PackWriter
-from kvist.weights.quantize import BITS
-from kvist.weights.source import ModelSource
+
+if TYPE_CHECKING:
+    from kvist.weights.source import ModelSource
 
 LAYOUT_VERSION = 1
 """Raised with every change of what is packed or how: of `PackedLinear`, of decoding, of encoding, of `ModelConfig`."""
@@ -167,6 +168,8 @@ def _notes(formats: Mapping[str, str], quantization: Quantization | None) -> lis
     """Where `quantization` was asked for and a matrix has another format, say which and why."""
     if quantization is None:
         return []
+    from kvist.weights.quantize import BITS  # a start from a pack has no use for the encoders
+
     notes = []
     dense = [name for name, format in formats.items() if format not in BITS]
     if dense:
