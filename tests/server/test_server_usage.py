@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -102,45 +101,40 @@ def test_usage_in_every_chunk_needs_usage_at_all(client: httpx.Client) -> None:
     assert error_of(response, 400)["param"] == "stream_options.continuous_usage_stats"
 
 
-def test_events_are_comments_at_their_moment(tight_server: ServerThread, tight: httpx.Client) -> None:
-    """Two requests of 100 tokens each outgrow the pool: the newer one is preempted and resumed, and its text is its plain one."""
-    requests = [body(ids(60 + i, 60), max_tokens=90, stream=True, stream_options={"include_usage": True}) for i in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        responses = list(pool.map(lambda request: tight.post(COMPLETIONS, json=request, headers=EVENTS), requests))
-    seen: list[str] = []
-    for request, response in zip(requests, responses, strict=True):
-        comments, data = comments_and_data(response.content)
-        assert data.pop() == "[DONE]"
-        chunks = [json.loads(item) for item in data]
-        happened = [json.loads(text.removeprefix("kvist ")) for text in comments]
-        kinds = [event["event"] for event in happened]
-        seen += kinds
-        assert all(event["choice"] == 0 for event in happened)
-        kvist = chunks[-1]["usage"]["kvist"]
-        assert kvist["preemptions"] == kinds.count("preempted")
-        assert (kvist["stall_time"] > 0) == ("resumed" in kinds)
-        assert kvist.get("events", []) == happened
-        for event in happened:
-            if event["event"] == "preempted":
-                assert event["tokens_lost"] > 0
-        if "preempted" in kinds:
-            first = response.content.index(b': kvist {"event":"preempted"')
-            assert b"data: {" in response.content[:first], "the client had tokens before"
-            assert b"data: {" in response.content[first:], "and after"
-        plain = tight.post(COMPLETIONS, json={key: value for key, value in request.items() if not key.startswith("stream")})
-        assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == plain.json()["choices"][0]["text"]
-    assert seen.count("preempted") > 0
-    assert seen.count("resumed") > 0
-    assert "waiting" in seen, "the third found no seat"
+def test_events_are_comments_at_their_moment(tight: httpx.Client) -> None:
+    """Three prompts at once: the third finds no seat, and the second outgrows the pool, is preempted and resumed."""
+    prompts = [ids(60 + i, 60) for i in range(3)]
+    request = body(prompts, max_tokens=90, stream=True, stream_options={"include_usage": True})
+    response = tight.post(COMPLETIONS, json=request, headers=EVENTS)
+    comments, data = comments_and_data(response.content)
+    assert data.pop() == "[DONE]"
+    chunks = [json.loads(item) for item in data]
+    happened = [json.loads(text.removeprefix("kvist ")) for text in comments]
+    kinds = [[event["event"] for event in happened if event["choice"] == choice] for choice in range(3)]
+    kvist = chunks[-1]["usage"]["kvist"]
+    assert kvist["events"] == happened
+    assert kvist["preemptions"] == sum(names.count("preempted") for names in kinds) > 0
+    assert kvist["stall_time"] > 0
+    assert kinds[0] == [], "the oldest never waits"
+    assert kinds[2][:2] == ["waiting", "started"]
+    for choice, names in enumerate(kinds):
+        assert ("preempted" in names) <= ("resumed" in names)
+        plain = tight.post(COMPLETIONS, json=body(prompts[choice], max_tokens=90)).json()["choices"][0]["text"]
+        assert "".join(item["text"] for chunk in chunks for item in chunk["choices"] if item["index"] == choice) == plain
+    for event in happened:
+        if event["event"] == "preempted":
+            assert event["tokens_lost"] > 0
+    first = response.content.index(b': kvist {"event":"preempted"')
+    assert b"data: {" in response.content[:first], "the client had tokens before"
+    assert b"data: {" in response.content[first:], "and after"
 
 
 def test_a_whole_answer_lists_its_events(tight: httpx.Client) -> None:
-    with ThreadPoolExecutor(3) as pool:
-        bodies = [body(ids(80 + i, 60), max_tokens=30) for i in range(3)]
-        answers = list(pool.map(lambda request: tight.post(COMPLETIONS, json=request, headers=EVENTS).json(), bodies))
-    kinds = [event["event"] for answer in answers for event in answer["usage"]["kvist"].get("events", [])]
-    assert "waiting" in kinds
-    assert "started" in kinds
+    request = body([ids(80 + i, 60) for i in range(3)], max_tokens=30)
+    answer = tight.post(COMPLETIONS, json=request, headers=EVENTS).json()
+    events = [(event["choice"], event["event"]) for event in answer["usage"]["kvist"]["events"]]
+    assert (2, "waiting") in events
+    assert (2, "started") in events
 
 
 def test_who_does_not_ask_gets_no_comments_and_the_header_has_two_values(tight: httpx.Client) -> None:
