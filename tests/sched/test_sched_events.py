@@ -105,7 +105,7 @@ def test_every_miss_has_a_reason_and_a_place() -> None:
     assert sim.generate("scored", range(40), 0, prompt_logprobs=0).prefix_miss == PrefixMiss("prompt_logprobs", 0)
     sim.generate("large", range(1000, 1100), 20)
     assert sim.manager.usage().evictions > 0
-    assert sim.generate("again", range(40), 1).prefix_miss == PrefixMiss("not_found", 0)
+    assert sim.generate("again", range(40), 1).prefix_miss == PrefixMiss("evicted", 0, 7.0)
     off = Sim(num_blocks=8, enable_prefix_caching=False)
     assert off.generate("off", range(40), 1).prefix_miss == PrefixMiss("caching_off", 0)
 

@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from kvist.kv.block import BlockHash
 
 MAX_EVENTS = 4096
-MAX_EVENT_BLOCKS = 1 << 16
 MAX_PROMPTS = 128
-MAX_PROMPT_TOKENS = 1 << 18
+
+
+def max_event_blocks(num_blocks: int) -> int:
+    """An event keeps the names of its blocks, of some 90 bytes each: an eighth of the pool's, within bounds."""
+    return min(max(num_blocks // 8, 1 << 10), 1 << 16)
+
+
+def max_prompt_tokens(num_blocks: int) -> int:
+    """A remembered token takes 8 bytes, and its part of a name."""
+    return min(max(4 * num_blocks, 1 << 13), 1 << 18)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +49,10 @@ class KVEvent:
 
 
 class EventLog:
-    """The latest events, up to MAX_EVENTS and MAX_EVENT_BLOCKS blocks in all."""
+    """The latest events, up to MAX_EVENTS and `max_blocks` blocks in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
         self._events: deque[KVEvent] = deque()
         self._num_blocks = 0
         self.next_number = 0
@@ -55,7 +64,7 @@ class EventLog:
         self.next_number += 1
         self._events.append(event)
         self._num_blocks += len(block_hashes)
-        while len(self._events) > MAX_EVENTS or (self._num_blocks > MAX_EVENT_BLOCKS and len(self._events) > 1):
+        while len(self._events) > MAX_EVENTS or (self._num_blocks > self._max_blocks and len(self._events) > 1):
             self._num_blocks -= len(self._events.popleft().block_hashes)
 
     def since(self, number: int, limit: int) -> list[KVEvent]:
@@ -95,16 +104,17 @@ class SeenPrompt:
 
 
 class SeenPrompts:
-    """The latest, up to MAX_PROMPTS and MAX_PROMPT_TOKENS in all."""
+    """The latest, up to MAX_PROMPTS and `max_tokens` tokens in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
         self._seen: deque[SeenPrompt] = deque()
         self._num_tokens = 0
 
     def add(self, prompt: SeenPrompt) -> None:
         self._seen.append(prompt)
         self._num_tokens += prompt.num_tokens
-        while len(self._seen) > MAX_PROMPTS or (self._num_tokens > MAX_PROMPT_TOKENS and len(self._seen) > 1):
+        while len(self._seen) > MAX_PROMPTS or (self._num_tokens > self._max_tokens and len(self._seen) > 1):
             self._num_tokens -= self._seen.popleft().num_tokens
 
     def nearest(

@@ -14,7 +14,7 @@ from kvist.kv.block import BlockHash
 from kvist.kv.eviction import POLICIES
 from kvist.kv.ghosts import Ghosts
 from kvist.kv.hints import KVHints
-from kvist.kv.history import EventLog, SeenPrompt, SeenPrompts
+from kvist.kv.history import EventLog, SeenPrompt, SeenPrompts, max_event_blocks, max_prompt_tokens
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex
 from kvist.kv.retention import NO_CHANGES, Changes, Retention
@@ -48,11 +48,11 @@ class Keeper:
         self.policy = POLICIES[eviction_policy](num_blocks)
         self.pool = BlockPool(num_blocks, self._evict, self.policy)
         self.retention = Retention(pin_budget)
-        self.events = EventLog()
+        self.events = EventLog(max_event_blocks(num_blocks))
         self.now = 0.0
         self._index = index
         self._ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
-        self._seen = SeenPrompts()
+        self._seen = SeenPrompts(max_prompt_tokens(num_blocks))
         self._lapsed: set[int] = set()
         """Cached blocks whose claims have all ended by their time."""
         self._expired: dict[BlockHash, None] = {}
