@@ -175,7 +175,7 @@ def test_clients_that_leave_give_everything_back(real_server: ServerThread, real
 def test_a_long_prompt_does_not_freeze_the_others(
     real_server: ServerThread, real: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = greedy("hello", max_tokens=200)
+    body = greedy("hello", max_tokens=480)
     plain = text(real, body)
     engine, generate = real_server.engine, real_server.engine.generate
     counts: list[int] = []
