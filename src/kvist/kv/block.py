@@ -34,9 +34,10 @@ def extend_hashes(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[
     data = struct.pack(f"<{len(token_ids)}I", *token_ids)
     parent = hashes[-1] if hashes else root
     step = 4 * block_size
+    append = hashes.append
     for offset in range(0, len(data), step):
         parent = BlockHash(sha256(parent + data[offset : offset + step]).digest())
-        hashes.append(parent)
+        append(parent)
 
 
 def prompt_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:

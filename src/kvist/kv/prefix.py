@@ -111,7 +111,7 @@ class PrefixIndex:
         ids = []
         for table, first in zip(self._tables, firsts, strict=True):
             entries = array("i", bytes(4 * first))
-            entries.extend(table[block_hash] for block_hash in hashes[first:length])
+            entries.extend(map(table.__getitem__, hashes[first:length]))
             ids.append(entries)
         return PrefixMatch(position, tuple(ids), firsts)
 
@@ -162,8 +162,8 @@ class PrefixIndex:
 
 def _longest_full(table: Container[BlockHash], hashes: Sequence[BlockHash], limit: int) -> int:
     """Blocks are missing anywhere, not only at the end: a parent whose twin was kept may be evicted before its child."""
-    for length in range(limit):
-        if hashes[length] not in table:
+    for length, block_hash in enumerate(hashes[:limit]):
+        if block_hash not in table:
             return length
     return limit
 
