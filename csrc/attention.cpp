@@ -26,17 +26,13 @@ void write_row(const AttentionLayer& layer, int64_t slot, const float* k, const 
   }
 }
 
-// What a thread takes, for one partition or for all of them.
-struct Item {
-  int sequence, row, rows, kv_head;
-};
+using Item = AttentionItem;
 
-std::vector<Item> items_of(const StepBatch& batch, const AttentionLayer& layer, int rows_per_item) {
-  std::vector<Item> items;
+void list_items(const StepBatch& batch, const AttentionLayer& layer, int rows_per_item, std::vector<Item>& items) {
+  items.clear();
   for (int s = 0; s < batch.sequences; ++s)
     for (int row = batch.query_start[s]; row < batch.query_start[s + 1]; row += rows_per_item)
       for (int h = 0; h < layer.kv_heads; ++h) items.push_back({s, row, std::min(rows_per_item, batch.query_start[s + 1] - row), h});
-  return items;
 }
 
 int first_key(const AttentionLayer& layer, int position) { return layer.window > 0 ? std::max(0, position - layer.window + 1) : 0; }
@@ -82,7 +78,8 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
   const int dim = layer.dim, ratio = layer.heads / layer.kv_heads;
   const size_t threads = static_cast<size_t>(pool.num_threads());
   const int rows_per_item = std::clamp(kVectorsPerItem / ratio, 1, 16), vectors = rows_per_item * ratio;
-  const auto items = items_of(batch, layer, rows_per_item);
+  list_items(batch, layer, rows_per_item, buffers.items);
+  const std::vector<Item>& items = buffers.items;
   const size_t scratch_size = (Scratch::floats(vectors, dim) + 15) / 16 * 16;
   float* scratch_memory = buffers.scratch.reserve(scratch_size * pool.num_threads());
   const auto scratch_of = [&](int thread) { return Scratch(scratch_memory + scratch_size * thread, vectors, dim); };

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "buffer.h"
 #include "kv_format.h"
@@ -50,8 +51,14 @@ struct AttentionLayer {
   float norm_eps;
 };
 
+// What a thread takes, for one partition of the keys or for all of them.
+struct AttentionItem {
+  int sequence, row, rows, kv_head;
+};
+
 struct AttentionBuffers {
   Buffer<float> partials, scratch;
+  std::vector<AttentionItem> items;
 };
 
 // qkv [rows, (heads + 2 kv_heads) * dim]: norms and rotates q and k in place, writes k and v to their slots.
