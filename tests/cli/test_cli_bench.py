@@ -74,6 +74,9 @@ def test_compare_saves_prints_and_draws_what_show_shows_again(
         (["--works", "decode_2"], "'decode_2' is no work"),
         (["--shape", "7b"], "'7b' is no shape"),
         (["--shape", "1b", "-m", "other.gguf"], "--shape makes its own model"),
+        (["--save", "/nowhere/report.json"], "There is no folder /nowhere to save report.json in."),
+        (["--plot", "/nowhere/plot.png"], "There is no folder /nowhere to put plot.png in."),
+        (["--plot", "plot.txt"], "A plot cannot be written as .txt; name plot.png or so."),
     ],
 )
 def test_compare_refuses_in_a_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

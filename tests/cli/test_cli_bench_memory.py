@@ -38,6 +38,7 @@ def test_eviction_reports_every_policy_at_every_size(capsys: pytest.CaptureFixtu
         (["--sizes", "0"], "--sizes takes numbers"),
         (["--sizes", "all"], "--sizes takes numbers"),
         (["--trace", "/nowhere/trace.jsonl"], "Cannot read /nowhere/trace.jsonl"),
+        (["--plot", "/nowhere/rates.png"], "There is no folder /nowhere"),
     ],
 )
 def test_mistakes_end_in_a_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

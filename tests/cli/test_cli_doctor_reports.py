@@ -120,6 +120,7 @@ def test_peaks_are_measured_with_the_kernels_that_run(monkeypatch: pytest.Monkey
         (["--step", "--context", "0"], "at least 1"),
         (["--model", "x"], "Only --step and --startup"),
         (["--num-kv-blocks", "9"], "Only --step and --startup"),
+        (["--no-measure", "--isa", "numpy"], "--no-measure runs no kernels"),
     ],
 )
 def test_what_has_no_meaning_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

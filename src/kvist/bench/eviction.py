@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvist.bench.render import require_matplotlib
 from kvist.errors import UsageError
 from kvist.kv.manager import KVManager
 from kvist.kv.spec import KVGroup, KVSpec
@@ -177,12 +178,8 @@ def report(trace: Sequence[TracedPrompt], source: str, rows: Sequence[Replay]) -
 
 def plot(rows: Sequence[Replay], path: Path) -> None:
     """Hit rate against the size of the pool, one line a policy. Raises UsageError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("A plot needs matplotlib: pip install 'kvist[bench]', or leave --plot out.") from error
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    pyplot = require_matplotlib()
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for policy in dict.fromkeys(row.policy for row in rows):
         own = [row for row in rows if row.policy == policy]
         axes.plot([100 * row.share for row in own], [100 * row.hit_rate for row in own], marker="o", markersize=3.5, label=policy)
@@ -196,3 +193,4 @@ def plot(rows: Sequence[Replay], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=130)
+    pyplot.close(figure)

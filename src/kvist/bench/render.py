@@ -118,6 +118,17 @@ def require_matplotlib() -> Any:
     return pyplot
 
 
+def check_plot(path: Path) -> None:
+    """Before the work whose outcome is to be drawn: raises UsageError where no plot could be."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if path.suffix and path.suffix[1:].lower() not in FigureCanvasAgg.get_supported_filetypes():
+        raise UsageError(f"A plot cannot be written as {path.suffix}; name {path.stem}.png or so.")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {path.absolute().parent} to put {path.name} in.")
+
+
 def plot(report: dict[str, Any], path: Path) -> None:
     """One panel a work, one bar a contender: its median, with a line from its smallest to its largest value. Raises UsageError."""
     pyplot = require_matplotlib()

@@ -161,12 +161,14 @@ def compare_command(
 ) -> None:
     """kvist and other engines on the same model and the same token ids, in turn, each in a process of its own."""
     from kvist.bench.peer_setup import parse_peers
+    from kvist.bench.render import check_plot
     from kvist.bench.render import plot as draw
-    from kvist.bench.render import require_matplotlib
 
     peers = parse_peers(peer or ())
+    if save is not None and not save.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder {save.absolute().parent} to save {save.name} in.")
     if plot is not None:
-        require_matplotlib()
+        check_plot(plot)
     report = _run(_shaped(engine, shape), peers, works, rounds, also_4_bit, timeout)
     if save is not None:
         save.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -189,7 +191,8 @@ def show_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Show saved comparisons again: as a table, as Markdown, as a plot."""
-    from kvist.bench.render import merged
+    from kvist.bench.render import check_plot, merged
+    from kvist.bench.render import plot as draw
 
     reports = []
     for file in files:
@@ -202,7 +205,6 @@ def show_command(
         reports.append(report)
     report = merged(reports)
     if plot is not None:
-        from kvist.bench.render import plot as draw
-
+        check_plot(plot)
         draw(report, plot)
     _print(report, as_json, as_markdown)

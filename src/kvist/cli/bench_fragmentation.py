@@ -44,7 +44,7 @@ def fragmentation_command(
     from kvist.bench import fragmentation, render
 
     if plot is not None:
-        render.require_matplotlib()
+        render.check_plot(plot)
     chats = fragmentation.draw_chats(requests, seed)
     runs = []
     with progress("Serving the crowd", len(KV_ALLOCATORS)) as update:

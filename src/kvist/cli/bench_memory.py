@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kvist.bench import eviction
+from kvist.bench import eviction, render
 from kvist.cli.options import JsonFlag
 from kvist.cli.terminal import print_json, progress
 from kvist.config import EVICTION_POLICIES, require_one_of
@@ -56,6 +56,8 @@ def eviction_command(
     """Blocks found by eviction policy and pool size on a trace of prompts."""
     names = _names(policies, (*sorted(EVICTION_POLICIES), eviction.CLAIRVOYANT), "--policies")
     shares = [size / 100 for size in _numbers(sizes, "--sizes", 1e-6, 100)]
+    if plot:
+        render.check_plot(plot)
     prompts = eviction.read_trace(trace) if trace else eviction.conversations(conversations, seed)
     rows = []
     with progress("Replaying", len(names) * len(shares)) as update:

@@ -139,8 +139,10 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"\n-> {line}")
 
 
-def _refuse_strays(options: EngineOptions) -> None:
+def _refuse_strays(options: EngineOptions, measure: bool) -> None:
     """No option is taken and ignored: the plain report loads no model."""
+    if not measure and options != EngineOptions():
+        raise UsageError("--no-measure runs no kernels, so it takes no options of the engine.")
     if replace(options, isa="auto", num_threads=None) != EngineOptions():
         raise UsageError("Only --step and --startup load a model: give one of them, or leave out all but --isa and --num-threads.")
 
@@ -188,7 +190,7 @@ def doctor(
 
         _show(examine_startup(options), print_startup, as_json)
     else:
-        _refuse_strays(options)
+        _refuse_strays(options, measure)
         _show(report := examine(measure, options), print_report, as_json)
         if not report["ok"]:
             raise typer.Exit(1)
