@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvist.engine.engine import Engine
 from kvist.engine.runner import StepResult
 from kvist.errors import ConfigError
 from kvist.kernels.cost import Cost, cost_of
+from kvist.kernels.ops import ForwardBatch
+from kvist.kernels.program import Call
 from kvist.request import SamplingParams
 
 WARM_STEPS = 8
@@ -110,25 +113,23 @@ def profile_step(engine: Engine, *, context: int = 64, steps: int = 64) -> StepP
     ends: dict[str, int] = {}
     runner = _TimedRunner(engine.runner, ends)
     engine.runner, engine.scheduler = _as_any(runner), _as_any(_TimedScheduler(engine.scheduler, ends))
-    totals, python = [], defaultdict[str, list[float]](list)
-    native = defaultdict[Cost, list[float]](list)
-    calls: dict[Cost, int] = {}
+    totals, times, python = [], [], defaultdict[str, list[float]](list)
     while engine.has_work:
         started = time.perf_counter_ns()
         engine.step()
         ends["output"] = time.perf_counter_ns()
         totals.append((ends["output"] - started) / 1e3)
+        times.append(runner.times.copy())
         for name in PYTHON_PARTS:
             inside = int(runner.times.sum()) if name == "program" else 0
             python[name].append((ends[name] - started - inside) / 1e3)
             started = ends[name]
-        calls = _add_calls(runner, native)
     return StepProfile(
         context=int(runner.batch.seq_lens[0]) - 1,
         steps=len(totals),
         step_microseconds=statistics.median(totals),
         python={name: statistics.median(python[name]) for name in PYTHON_PARTS},
-        native=_by_name(native, calls),
+        native=_by_cost(runner.model.program.calls, runner.batch, np.array(times)),
     )
 
 
@@ -136,31 +137,20 @@ def _as_any(stand_in: Any) -> Any:
     return stand_in
 
 
-def _add_calls(runner: _TimedRunner, native: dict[Cost, list[float]]) -> dict[Cost, int]:
-    """The step's calls by cost, their times added to `native`; how many calls each is."""
-    sums, counts = defaultdict[Cost, float](float), defaultdict[Cost, int](int)
-    for call, nanoseconds in zip(runner.model.program.calls, runner.times, strict=True):
-        cost = cost_of(call, runner.batch)
-        sums[cost] += float(nanoseconds) / 1e3
-        counts[cost] += 1
-    for cost, microseconds in sums.items():
-        native[cost].append(microseconds)
-    return counts
-
-
-def _by_name(native: dict[Cost, list[float]], calls: dict[Cost, int]) -> tuple[CallTime, ...]:
-    """Steps differ in bytes by the keys that attention reads: the last step's are told."""
-    times = defaultdict[tuple[str, tuple[str, ...]], list[float]](list)
-    for cost, values in native.items():
-        times[cost.name, cost.formats] += values
+def _by_cost(calls: Sequence[Call], batch: ForwardBatch, nanoseconds: npt.NDArray[np.int64]) -> tuple[CallTime, ...]:
+    """Calls that cost the same, added up; `nanoseconds` [steps, calls]. Steps differ in bytes by the keys that attention reads:
+    those of `batch`, the last one, are told."""
+    places = defaultdict[Cost, list[int]](list)
+    for place, call in enumerate(calls):
+        places[cost_of(call, batch)].append(place)
     return tuple(
         CallTime(
             cost.name,
             cost.formats,
-            count,
-            statistics.median(times[cost.name, cost.formats]),
-            cost.num_bytes * count,
-            cost.operations * count,
+            len(same),
+            statistics.median(nanoseconds[:, same].sum(axis=1).tolist()) / 1e3,
+            cost.num_bytes * len(same),
+            cost.operations * len(same),
         )
-        for cost, count in calls.items()
+        for cost, same in places.items()
     )
