@@ -32,6 +32,12 @@ struct DenseBf16 {
   static V load_lanes(const uint16_t* p) { return load_v_bf16(p); }
 };
 
+// Asks for a line of what will be read next, a panel further on in memory; asking beyond the end does no harm.
+template <bool Leads>
+void ask_ahead(const void* at) {
+  if constexpr (Leads) __builtin_prefetch(at);
+}
+
 template <class Weights, int R>
 void dense_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
   const auto* w = static_cast<const typename Weights::T*>(s.data) + static_cast<size_t>(panel) * s.k * kPanel;
@@ -47,7 +53,7 @@ void dense_panel(const Segment& s, int panel, const Rows& rows, int row, float (
   }
 }
 
-template <class Scale, int R>
+template <class Scale, int R, bool Leads>
 void w8_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
   const int groups = s.groups();
   const size_t first = static_cast<size_t>(panel) * groups, at = static_cast<size_t>(row) * groups;
@@ -58,6 +64,7 @@ void w8_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)
     for (int r = 0; r < R; ++r) acc[r] = zero_v();
     for (int g = 0; g < groups; ++g) {
       VI dot[R];
+      for (int line = 0; line < 512 * kLanes / kPanel; line += 64) ask_ahead<Leads>(w + (static_cast<size_t>(groups) + g) * 512 + c * 32 + line);
       dot_w8<R>(w + static_cast<size_t>(g) * 512 + 4 * c, q + g * kGroup, s.k, rows.sum + at + g, groups, dot);
       const V scale = Scale::load_lanes(s.scale, (first + g) * kPanel + c);
       for (int r = 0; r < R; ++r)
@@ -67,7 +74,7 @@ void w8_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)
   }
 }
 
-template <class Scale, int R>
+template <class Scale, int R, bool Leads>
 void w4_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
   const int groups = s.groups();
   const size_t first = static_cast<size_t>(panel) * groups, at = static_cast<size_t>(row) * groups;
@@ -78,6 +85,7 @@ void w4_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)
     for (int r = 0; r < R; ++r) acc[r] = low[r] = zero_v();
     for (int g = 0; g < groups; ++g) {
       VI dot[R];
+      for (int line = 0; line < 256 * kLanes / kPanel; line += 64) ask_ahead<Leads>(w + (static_cast<size_t>(groups) + g) * 256 + c * 16 + line);
       dot_w4<R>(w + static_cast<size_t>(g) * 256 + 4 * c, q + g * kGroup, s.k, dot);
       const V scale = Scale::load_lanes(s.scale, (first + g) * kPanel + c);
       const V minimum = Scale::load_lanes(s.minimum, (first + g) * kPanel + c);
@@ -91,20 +99,21 @@ void w4_panel(const Segment& s, int panel, const Rows& rows, int row, float (*y)
   }
 }
 
-template <int R>
+template <int R, bool Leads>
 void panel_rows(const Segment& s, int panel, const Rows& rows, int row, float (*y)[kPanel]) {
   switch (s.format) {
     case Format::f32: return dense_panel<DenseF32, R>(s, panel, rows, row, y);
     case Format::f16: return dense_panel<DenseF16, R>(s, panel, rows, row, y);
     case Format::bf16: return dense_panel<DenseBf16, R>(s, panel, rows, row, y);
-    case Format::w8: return s.half_scale ? w8_panel<HalfScale, R>(s, panel, rows, row, y) : w8_panel<FloatScale, R>(s, panel, rows, row, y);
-    case Format::w4: return s.half_scale ? w4_panel<HalfScale, R>(s, panel, rows, row, y) : w4_panel<FloatScale, R>(s, panel, rows, row, y);
+    case Format::w8: return s.half_scale ? w8_panel<HalfScale, R, Leads>(s, panel, rows, row, y) : w8_panel<FloatScale, R, Leads>(s, panel, rows, row, y);
+    case Format::w4: return s.half_scale ? w4_panel<HalfScale, R, Leads>(s, panel, rows, row, y) : w4_panel<FloatScale, R, Leads>(s, panel, rows, row, y);
   }
 }
 
 template <int R>
 void panel_tile(const Segment& s, int panel, const Rows& rows, int row, int count, float (*y)[kPanel]) {
-  if (count == R) return panel_rows<R>(s, panel, rows, row, y);
+  // The first rows bring near what is read after this panel; for the others it would be asked for again in vain.
+  if (count == R) return row == 0 ? panel_rows<R, true>(s, panel, rows, row, y) : panel_rows<R, false>(s, panel, rows, row, y);
   if constexpr (R > 1) panel_tile<R - 1>(s, panel, rows, row, count, y);
 }
 
