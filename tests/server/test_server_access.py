@@ -39,6 +39,15 @@ def alice(keyed_server: ServerThread) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(autouse=True)
+def all_lines_written(shared_server: ServerThread, keyed_server: ServerThread) -> Iterator[None]:
+    """A client has its answer before the server has written the line: none of this test's may come in the next one."""
+    yield
+    wait_until(
+        lambda: not any(server.app.state.kvist.life.open_requests for server in (shared_server, keyed_server)), "all is said"
+    )
+
+
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
     return [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "kvist.access"]
 

@@ -83,8 +83,8 @@ class AccessLayer:
             if not complete:
                 raise
         finally:
-            self._life.open_requests -= works
             _report(scope, access)
+            self._life.open_requests -= works
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"retry-after": str(self._life.seconds_left()), "connection": "close"}
