@@ -61,6 +61,8 @@ CASES: list[tuple[ToolFormat, str, Shown]] = [
     (HERMES, "<tool_call> is a tag", [("", "<tool_call> is a tag")]),
     (HERMES, '<tool_call>{"nam": "f"}</tool_call> hm', [("", '<tool_call>{"nam": "f"}</tool_call> hm')]),
     (HERMES, 'cut <tool_call>{"name": "f", "arguments": {"a', [("", "cut"), ("f", '{"a')]),
+    (HERMES, '<tool_call>{"name": }</tool_call> hm', [("", '<tool_call>{"name": }</tool_call> hm')]),
+    (HERMES, '<tool_call>{"name":"f","arguments": }</tool_call> hm', [("f", "{}"), ("", "hm")]),
     (HERMES, 'cut <tool_call>\n{"na', [("", "cut")]),
     (HERMES, '<tool_call>[{"name":"f","arguments":{}}, {"name":"g"}]</tool_call> ok', [("f", "{}"), ("g", "{}"), ("", "ok")]),
     (HERMES, "<tool_call>[1, 2]", [("", "<tool_call>[1, 2]")]),

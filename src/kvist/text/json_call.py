@@ -78,7 +78,7 @@ class ValueEnd:
 
 
 class JsonCall:
-    """Reads one object. `done`: its closing brace has come. `failed`: it is no call, and nothing was told of it."""
+    """Reads one object. `done`: its closing brace has come. `failed`: it is no object, and a call only if its name was told."""
 
     def __init__(self, index: int, names: frozenset[str] | None = None) -> None:
         """Only `names` are calls, where given."""
@@ -121,7 +121,9 @@ class JsonCall:
         return True
 
     def _at_mark(self, char: str, events: list[Event]) -> None:
-        if self._expects == "value?":
+        if self._expects == "value?" and char in ",:]}":
+            self._fail()
+        elif self._expects == "value?":
             self._expects, self._value, self._end = "value", "", ValueEnd()
             self._in_value(char, events)
         elif char == '"' and self._expects == "key?":
@@ -132,7 +134,13 @@ class JsonCall:
         elif char == "}" and self._expects in (",}", "key?") and self.name is not None:
             self._close(events)
         else:
-            self.failed = True
+            self._fail()
+
+    def _fail(self) -> None:
+        """What has told its name stays a call, without arguments where none have come."""
+        self.failed = True
+        if self.name is not None and not self.has_arguments:
+            self._open = "{}"
 
     def _in_value(self, char: str, events: list[Event]) -> bool:
         taken = self._end.takes(char)
