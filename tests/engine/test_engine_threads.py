@@ -1,9 +1,12 @@
-"""Threads: how many by default, in containers and with an affinity; which CPUs they are bound to; that idle ones take no time."""
+"""Threads: how many by default, in containers and with an affinity; which CPUs they are bound to; that idle ones take no time; who
+waits for whom."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,10 +15,11 @@ import pytest
 from helpers.machines import NATIVE, needs_native
 from helpers.tiny_engine import tiny_engine
 from kvist.config import EngineOptions, check_options
-from kvist.engine.async_engine import AsyncEngine
+from kvist.engine.async_engine import FORM_THREADS, AsyncEngine
 from kvist.engine.kernels import select_ops
 from kvist.errors import ConfigError
 from kvist.machine import available_cpus, usable_cpus
+from kvist.request import SamplingParams
 
 CGROUP = "sys/fs/cgroup"
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -121,5 +125,36 @@ def test_an_idle_engine_takes_no_time() -> None:
         start, used = time.monotonic(), time.process_time()
         time.sleep(0.5)
         assert time.process_time() - used < 0.1 * (time.monotonic() - start)
+    finally:
+        engine.close()
+
+
+def test_tokenizing_does_not_wait_for_forms_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tiny_engine()
+    engine = AsyncEngine(inner)
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def compile_form(params: SamplingParams) -> None:
+        begun.release()
+        assert release.wait(60)
+
+    monkeypatch.setattr(inner, "compile_form", compile_form)
+    form = SamplingParams(max_tokens=1, structured_outputs={"choice": ["a"]})
+
+    async def ask(name: str) -> None:
+        async for _ in engine.generate(name, [1, 2], form):
+            pass
+
+    async def main() -> None:
+        asked = [asyncio.create_task(ask(f"form {i}")) for i in range(FORM_THREADS)]
+        for _ in asked:
+            assert await asyncio.to_thread(begun.acquire, timeout=60)
+        assert await asyncio.wait_for(engine.encode("hello"), 60)
+        release.set()
+        await asyncio.gather(*asked)
+
+    engine.start()
+    try:
+        asyncio.run(main())
     finally:
         engine.close()

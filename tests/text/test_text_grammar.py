@@ -166,3 +166,12 @@ def test_a_tokenizer_that_means_other_bytes_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(tokenizer, "token_bytes", lambda token_id: b"q")
     with pytest.raises(InvalidRequestError, match="tokenizer cannot be used"):
         GrammarCompiler(tokenizer, tokenizer.vocab_size, [1]).prepare()
+
+
+def test_a_schema_that_would_compile_for_minutes_is_refused() -> None:
+    names = [f"k{i}" for i in range(module.MAX_OPTIONAL + 1)]
+    schema = {"properties": {name: {} for name in names}, "required": names[1:]}
+    assert module.num_optional({"$defs": {"a": [schema, {"properties": {"b": schema}}]}}) == 3
+    with pytest.raises(InvalidRequestError, match=f"{len(names)} properties that are not required") as caught:
+        compiler().compile(StructuredOutputsParams(json={"anyOf": [{"properties": schema["properties"], "required": [[]]}]}))
+    assert caught.value.param == "structured_outputs.json"

@@ -1,9 +1,9 @@
 """An engine with a thread of its own, used from event loops.
 
 Event loops put commands in an inbox; the engine thread takes them between steps, and gives deltas back through `streams`. Only the
-engine thread touches the engine; `snapshot()` is the last one that it published. Tokenizing, rendering and compiling run in a
-small pool of worker threads, never on a loop. Invariants: every open stream ends (last delta, or an error); a reader that leaves
-early has its request aborted and its blocks freed before the next step.
+engine thread touches the engine; `snapshot()` is the last one that it published. Tokenizing and rendering run in a
+small pool of worker threads, compiling in another, never on a loop. Invariants: every open stream ends (last delta, or an error); a
+reader that leaves early has its request aborted and its blocks freed before the next step.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from kvist.request import OutputDelta, SamplingParams
 
 logger = logging.getLogger("kvist")
 TEXT_THREADS = 2
+FORM_THREADS = 2
+"""Compiling a form may take seconds: it has threads of its own, so that nobody's tokenizing waits for it."""
 UNWELL_STEPS = 10
 """Failed steps without a good one between them: no longer the fault of single requests."""
 
@@ -90,6 +92,7 @@ class AsyncEngine:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvist-engine", daemon=True)
         self._workers = ThreadPoolExecutor(TEXT_THREADS, "kvist-text")
+        self._compilers = ThreadPoolExecutor(FORM_THREADS, "kvist-forms")
 
     @classmethod
     def from_options(cls, options: EngineOptions, **keywords: Any) -> AsyncEngine:
@@ -122,7 +125,8 @@ class AsyncEngine:
         else:
             self._close_streams("The engine is shut down.")
         self._engine.close_tiers()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._workers, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def generate(
         self,
@@ -141,7 +145,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         options = {"cache_salt": cache_salt, "priority": priority, "wants_events": wants_events, "kv": kv}
         if params.structured_outputs is not None:
-            options["grammar"] = await loop.run_in_executor(self._workers, self._engine.compile_form, params)
+            options["grammar"] = await loop.run_in_executor(self._compilers, self._engine.compile_form, params)
         stream = Stream(self._mailbox(loop))
         self._send(_Add(request_id, prompt_token_ids, params, stream, options))
         num_open = params.n

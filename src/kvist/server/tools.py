@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvist.errors import InvalidRequestError
+from kvist.text.grammar import MAX_OPTIONAL, num_optional
 from kvist.text.tool_formats import NO_ARGUMENTS, Tool, ToolFormat
 from kvist.text.tool_parser import ToolParser
 
@@ -104,4 +105,9 @@ def _tool(tool: Any, place: str) -> Tool:
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping | None) or (parameters or {}).get("type", "object") != "object":
         raise InvalidRequestError(f"{place}.parameters must be the JSON schema of an object.", param=f"{place}.parameters")
+    if (optional := num_optional(parameters)) > MAX_OPTIONAL:
+        raise InvalidRequestError(
+            f"{place}.parameters has {optional} properties that are not required, and {MAX_OPTIONAL} are the most.",
+            param=f"{place}.parameters",
+        )
     return Tool(name, NO_ARGUMENTS if parameters is None else parameters, bool(function.get("strict")))

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_KEPT = 128
 MAX_CHARACTERS = 512 * 1024
 """Of one grammar; what is kept stays bounded by it."""
+MAX_OPTIONAL = 4000
+"""Properties that may be left out, of all objects of a schema: compiling takes time with the square of their number."""
 WHITESPACE = r"[ \n\r\t]{1,20}"
 """Between JSON tokens, unless asked otherwise: room for indentation, and an end to it, which small models do not find."""
 
@@ -110,7 +112,10 @@ def grammar_source(form: StructuredOutputsParams) -> str:
             options = {"whitespace_flexible": False}
         schema = {"true": "{}", "false": '{"not":{}}'}.get(str(form.json), form.json) or '{"type":"object"}'
         assert isinstance(schema, str)
-        if lost := _lost_number(json.loads(schema)):
+        parsed = json.loads(schema)
+        if (optional := num_optional(parsed)) > MAX_OPTIONAL:
+            raise _mistake(form, f"it has {optional} properties that are not required, and {MAX_OPTIONAL} are the most")
+        if lost := _lost_number(parsed):
             raise _mistake(form, f"{lost} is beyond 2^53 and would lose digits as a listed value")
         try:
             return LLMatcher.grammar_from_json_schema(schema, defaults=options)
@@ -140,6 +145,18 @@ def _lost_number(schema: Any, *, listed: bool = False) -> int | None:
         inner = (_lost_number(value, listed=listed or key in ("enum", "const")) for key, value in schema.items())
         return next(filter(None, inner), None)
     return schema if listed and type(schema) is int and abs(schema) > 2**53 else None
+
+
+def num_optional(schema: Any) -> int:
+    """How many properties all objects of a JSON schema may leave out."""
+    if isinstance(schema, list):
+        return sum(map(num_optional, schema))
+    if not isinstance(schema, dict):
+        return 0
+    named, required = schema.get("properties"), schema.get("required")
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    own = len(named.keys() - needed) if isinstance(named, dict) else 0
+    return own + sum(map(num_optional, schema.values()))
 
 
 def _as_lark(form: StructuredOutputsParams) -> str:
