@@ -155,3 +155,13 @@ def test_openapi_describes_the_request_bodies(client: httpx.Client) -> None:
         assert fields | {"temperature", "stream_options", "tools"} <= set(schemas[name]["properties"])
     assert schemas["CompletionRequest"]["required"] == ["prompt"]
     assert set(schemas["StreamOptions"]["properties"]) == {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+
+
+def test_head_tells_what_get_would_without_its_body(locked: httpx.Client) -> None:
+    assert locked.head("/health").status_code == 200
+    assert locked.head("/v1/models").status_code == 401
+    headers = {"authorization": "Bearer k1"}
+    for path in ("/v1/models", "/openapi.json", "/nowhere", CHAT):
+        asked, got = locked.head(path, headers=headers), locked.get(path, headers=headers)
+        assert (asked.status_code, asked.content) == (got.status_code, b"")
+        assert asked.headers["content-length"] == str(len(got.content)), path

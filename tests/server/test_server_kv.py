@@ -150,3 +150,26 @@ def test_a_tenant_sees_its_own_only() -> None:
             assert ask(two, "flush", {}) == {"flushed_blocks": 3}
             assert (ask(one, "blocks")["total"], ask(two, "blocks")["total"]) == (5, 0)
             assert httpx.get(f"{server.url}/v1/kv/stats").status_code == 401
+
+
+def test_a_prompt_of_messages_is_made_as_chat_makes_it(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"messages": messages, "max_tokens": 1}
+    told = client.post(CHAT, json=body).json()["usage"]
+    for question in ("explain", "pin"):
+        for name in ("messages", "tools", "add_generation_prompt", "chat_template", "self"):
+            refused = client.post(f"/v1/kv/{question}", json={"messages": messages, "chat_template_kwargs": {name: False}})
+            assert error_of(refused, 400)["param"] == f"chat_template_kwargs.{name}"
+    assert ask(client, "explain", {"messages": messages})["prompt_tokens"] == told["prompt_tokens"]
+
+
+def test_what_is_wrong_with_a_question_is_named(client: httpx.Client) -> None:
+    for prompt in ([], ""):
+        assert error_of(client.post("/v1/kv/explain", json={"prompt": prompt}), 400)["message"].startswith(
+            "The prompt has no tokens"
+        )
+    assert error_of(client.post("/v1/kv/explain", json={"prompt": [True]}), 400)["param"] == "prompt"
+    for path, query in (("blocks", "start=-1"), ("prefixes", "limit=1001"), ("events", "follow=x"), ("events", "since=1.5")):
+        error = error_of(client.get(f"/v1/kv/{path}?{query}"), 400)
+        assert error["param"] == query.split("=")[0]
+        assert error["message"].startswith(f"{error['param']}: ")

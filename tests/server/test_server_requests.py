@@ -136,6 +136,13 @@ def test_best_of_is_n_or_nothing(client: httpx.Client) -> None:
     assert error_of(client.post(COMPLETIONS, json=TEXT_BODY | {"best_of": 2}), 400)["param"] == "best_of"
 
 
+def test_prompts_and_choices_are_bounded_together(client: httpx.Client) -> None:
+    body = TEXT_BODY | {"prompt": [[1]] * 32, "n": 65}
+    error = error_of(client.post(COMPLETIONS, json=body), 400)
+    assert (error["param"], "2080 choices" in error["message"]) == ("n", True)
+    assert len(client.post(COMPLETIONS, json=body | {"n": 2}).json()["choices"]) == 64
+
+
 @pytest.mark.parametrize(
     "raw",
     [

@@ -156,8 +156,11 @@ class KVView:
         return Blocks(manager.index.listing(), root, pool.ref_counts(), claimed, pinned, manager.spec.block_size)
 
     def explain(self, now: float, salt: str, token_ids: list[int], other_salt: str | None) -> dict[str, Any]:
-        """How much of a prompt would hit now, and why no more. `other_salt`: the same tenant's, to look there too."""
+        """How much of a prompt would hit now, and why no more. `other_salt`: the same tenant's, to look there too. Raises
+        InvalidRequestError."""
         manager = self._paged(now)
+        if not token_ids:
+            raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
         keeper, size = manager.keeper, manager.spec.block_size
         root, hashes = manager.hashes_of(token_ids, salt)
         limit = (len(token_ids) - 1) // size

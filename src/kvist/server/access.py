@@ -74,7 +74,10 @@ class AccessLayer:
                 complete = True
             await send(message)
 
-        works = scope["method"] == "POST"
+        works, method = scope["method"] == "POST", scope["method"]
+        if method == "HEAD":
+            # What can be read can be asked about. uvicorn, which has the scope as it was, leaves the body out.
+            scope = {**scope, "method": "GET"}
         self._life.open_requests += works
         try:
             await (self._refuse if works and self._life.draining else self._app)(scope, receive, send_with_id)
@@ -83,7 +86,7 @@ class AccessLayer:
             if not complete:
                 raise
         finally:
-            _report(scope, access)
+            _report({**scope, "method": method}, access)
             self._life.open_requests -= works
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:

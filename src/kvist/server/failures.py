@@ -83,7 +83,10 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:
-    return error_response(InvalidRequestError("The request's parameters are not of the right form."))
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = str(first["loc"][-1])
+    return error_response(InvalidRequestError(f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}.", param=param))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -20,8 +20,8 @@ from kvist.errors import InvalidRequestError, KvistError
 from kvist.kv.hints import KVHints
 from kvist.server.auth import is_isolated, salt_of
 from kvist.server.body import read_body
-from kvist.server.chat import messages_of
-from kvist.server.protocol import parse_request
+from kvist.server.chat import render
+from kvist.server.protocol import ChatRequest, parse_request
 from kvist.server.state import ServerState, state_of
 
 router = APIRouter(prefix="/v1/kv")
@@ -163,8 +163,8 @@ async def _follow(state: ServerState, request: Request, ask: Any, since: int) ->
 async def _token_ids(state: ServerState, body: PromptRequest) -> list[int]:
     """Raises InvalidRequestError."""
     if body.messages is not None:
-        await state.check_size(sum(len(str(message.get("content"))) for message in body.messages), "messages")
-        return await state.engine.render_chat(messages_of(body.messages), add_generation_prompt=True, **body.chat_template_kwargs)
+        fields = {"messages": body.messages, "chat_template_kwargs": body.chat_template_kwargs}
+        return await render(state, parse_request(ChatRequest, fields), None)
     if isinstance(body.prompt, str):
         await state.check_size(len(body.prompt), "prompt")
         return await state.engine.encode(body.prompt, body.add_special_tokens)

@@ -1,6 +1,6 @@
 """`/openapi.json`: what FastAPI knows of the routes, and the request bodies, which the routes read by themselves.
 
-Knows the two requests' pydantic models. A field that is accepted with neutral values alone is shown with those values.
+Knows the requests' pydantic models. A field that is accepted with neutral values alone is shown with those values.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from kvist.server.kv import FlushRequest, PinRequest, PromptRequest
 from kvist.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from kvist.server.tokenization import DetokenizeRequest, TokenizeRequest
 from kvist.server.unoffered import HARMLESS, NEUTRAL
@@ -20,6 +21,9 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/kv/explain": PromptRequest,
+    "/v1/kv/pin": PinRequest,
+    "/v1/kv/flush": FlushRequest,
 }
 
 

@@ -18,6 +18,8 @@ from kvist.server.tools import ToolUse, requested_tools
 from kvist.server.unoffered import HARMLESS, INSTEAD, NEUTRAL
 
 MAX_PROMPTS = 1024
+MAX_CHOICES = 2048
+"""Of one request: the engine takes them in between two steps of everybody."""
 
 UsageInStream = Literal["none", "last", "every chunk"]
 
@@ -245,6 +247,14 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequestError("best_of other than n is not offered; leave it out.", param="best_of")
         return self
 
+    @model_validator(mode="after")
+    def _few_choices(self) -> Self:
+        if (choices := len(self.prompts) * self.n) > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"n for each prompt makes {choices} choices, and {MAX_CHOICES} are the most; send several requests.", param="n"
+            )
+        return self
+
 
 def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     result = {}
@@ -295,6 +305,8 @@ def _refusal(error: ValidationError) -> InvalidRequestError:
             message = f"{param} is not a field that this server knows; leave it out."
         case _ if first["loc"][0] == "stop":
             param, message = "stop", "stop must be a string or a list of strings."
+        case _ if first["loc"][0] == "prompt" and len(first["loc"]) > 1:
+            param, message = "prompt", "prompt must be a string or a list of token ids."
         case _:
             message = f"{param}: {first['msg'][:1].lower()}{first['msg'][1:]}."
     return InvalidRequestError(message, param=param)
