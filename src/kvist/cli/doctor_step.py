@@ -17,10 +17,10 @@ from kvist.kernels import cpu
 PART_NOTES = {
     "schedule": "decide the step",
     "batch": "lay it out in arrays",
-    "program": "hand it to the native program",
+    "program": "start the program",
     "sample": "draw the token",
     "update": "advance the counters",
-    "output": "text, stop strings, the delta",
+    "output": "text, stops, delta",
 }
 
 
@@ -92,7 +92,7 @@ def print_step(report: dict[str, Any]) -> None:
     )
     print(f"{'Python':<32} {'us':>9} {'share':>6}")
     for part in report["python"]:
-        print(f"  {part['name']:<10} {PART_NOTES[part['name']]:<19} {part['us']:9.1f} {part['us'] / step:6.1%}")
+        print(f"  {part['name']:<9}{PART_NOTES[part['name']]:<21} {part['us']:9.1f} {part['us'] / step:6.1%}")
     print(f"  {'all':<30} {report['python_us']:9.1f} {report['python_us'] / step:6.1%}")
     heads = f"{'us':>9} {'share':>6} {'calls':>5} {'MB':>7} {'GB/s':>6} {'peak':>5} {'MOP':>7} {'GOP/s':>6} {'peak':>5}"
     print(f"\n{'Native calls':<32} {heads}")
