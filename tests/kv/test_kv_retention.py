@@ -9,6 +9,7 @@ from kvist.errors import ContextLengthError, InvalidRequestError
 from kvist.kv.eviction import POLICIES
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
+from kvist.kv.retention import MIN_DEADLINES
 from kvist.request import PrefixMiss, Request
 
 SIZE = 4
@@ -119,6 +120,26 @@ def test_of_two_claims_the_stronger_holds_and_the_weaker_stays_after_it() -> Non
     assert (drive.manager.num_pinned_blocks, retention.priority(0), retention.deadline(0)) == (3, 70, None)
     drive.manager.advance(10.0)
     assert (drive.manager.num_pinned_blocks, retention.priority(0)) == (0, 70)
+    drive.manager.check_invariants()
+
+
+def test_a_wish_that_is_repeated_is_kept_once() -> None:
+    """Every turn of a conversation asks for the same again; neither the books of a block nor those of deadlines grow with it."""
+    drive = Drive(12)
+    retention = drive.manager.keeper.retention
+    for turn in range(200):
+        drive.manager.advance(float(turn))
+        drive.serve(prompt(1), pin=True, ttl=1000.0)
+        drive.serve(prompt(1, 2), pin=True, ttl=50.0 - turn / 100)
+        drive.serve([1, 1], pin=True, ttl=1000.0)
+    assert [len(claims) for claims in retention._claims.values()] == [1, 1, 1]
+    assert len(retention._deadlines) <= MIN_DEADLINES
+    assert retention.deadline(0) == 1199.0
+    drive.serve(prompt(1), priority=70, ttl=10.0)
+    drive.serve(prompt(1, 2), pin=True, priority=60)
+    assert [len(claims) for claims in retention._claims.values()] == [3, 3, 2], "none of these does what another does"
+    drive.manager.advance(1199.0)
+    assert (drive.manager.num_pinned_blocks, retention.deadline(0), retention.priority(0)) == (2, None, 60)
     drive.manager.check_invariants()
 
 

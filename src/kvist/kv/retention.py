@@ -3,8 +3,8 @@
 A claim covers the blocks of one prefix. A block takes the highest priority among its claims, and is pinned while any of them pins
 it. When a claim ends (its time is up, or it is withdrawn), its blocks are what their other claims make them, ordinary without
 any. This module knows neither tokens, requests nor who holds a block; it says what changed, and the manager carries it out.
-Invariants: a block is in `claims of a block` exactly if a claim that has not ended lists it; `num_pinned` counts blocks, not
-claims.
+Invariants: a block is in `claims of a block` exactly if a claim that has not ended lists it; no claim is covered by another of
+its owner when it is entered; `num_pinned` counts blocks, not claims.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from kvist.kv.block import BlockHash
 from kvist.kv.rings import ORDINARY_PRIORITY
 
+MIN_DEADLINES = 64
+
 
 @dataclass(slots=True, eq=False)
 class Claim:
@@ -25,6 +27,12 @@ class Claim:
     pin: bool
     deadline: float | None
     blocks: set[int]
+
+    def covers(self, other: Claim) -> bool:
+        """Whether this one makes the other superfluous."""
+        lasts = self.deadline is None or (other.deadline is not None and other.deadline <= self.deadline)
+        same = self.owner == other.owner and self.pin >= other.pin and self.priority >= other.priority
+        return same and lasts and self.blocks >= other.blocks
 
 
 @dataclass(slots=True)
@@ -49,6 +57,7 @@ class Retention:
         """Claims whose time was up, since the start."""
         self._claims: dict[int, list[Claim]] = {}
         self._deadlines: list[tuple[float, int, Claim]] = []
+        self._max_deadlines = MIN_DEADLINES
         self._num_claims = 0
 
     def __bool__(self) -> bool:
@@ -73,8 +82,12 @@ class Retention:
         return sum(not self.is_pinned(block_id) for block_id in set(block_ids))
 
     def claim(self, owner: BlockHash, block_ids: Iterable[int], priority: int, pin: bool, deadline: float | None) -> Changes:
-        """Enter a claim; the caller has seen that a pin is within the budget."""
+        """Enter a claim; the caller has seen that a pin is within the budget. Of claims that are repeated, as by every turn of a
+        conversation, one is kept."""
         claim = Claim(owner, priority, pin, deadline, set(block_ids))
+        known = {one for block_id in claim.blocks for one in self._claims.get(block_id, ())}
+        if not claim.blocks or any(one.covers(claim) for one in known):
+            return NO_CHANGES
         changes = Changes({}, [], [])
         for block_id in sorted(claim.blocks):
             if pin and not self.is_pinned(block_id):
@@ -84,9 +97,11 @@ class Retention:
             if self.priority(block_id) != before:
                 changes.priorities[block_id] = self.priority(block_id)
         self.num_pinned += len(changes.pinned)
+        self._end(one for one in known if claim.covers(one))
         if deadline is not None:
             self._num_claims += 1
             heapq.heappush(self._deadlines, (deadline, self._num_claims, claim))
+            self._forget_deadlines()
         return changes
 
     def withdraw(self, owner: BlockHash, block_ids: Iterable[int]) -> Changes:
@@ -117,7 +132,14 @@ class Retention:
                 assert not claim.pin, f"block {block_id} is pinned and evicted"
                 claim.blocks.discard(block_id)
 
-    def _end(self, ended: list[Claim]) -> Changes:
+    def _forget_deadlines(self) -> None:
+        """Of claims that ended before their time, once they are most of all."""
+        if len(self._deadlines) >= self._max_deadlines:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].blocks]
+            heapq.heapify(self._deadlines)
+            self._max_deadlines = max(MIN_DEADLINES, 2 * len(self._deadlines))
+
+    def _end(self, ended: Iterable[Claim]) -> Changes:
         changes = Changes({}, [], [])
         for claim in ended:
             blocks, claim.blocks = sorted(claim.blocks), set()
