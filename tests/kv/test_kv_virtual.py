@@ -132,3 +132,25 @@ def test_a_prefix_that_leaves_no_room_for_its_copy_is_computed() -> None:
     request = sim.generate("second", [*range(48), *range(100, 120)], 2)
     assert request.num_cached_tokens == 0
     assert len(request.output_token_ids) == 2
+
+
+def test_the_largest_request_fits_though_each_run_ends_within_a_page() -> None:
+    """Three runs of eight blocks end within a page each, and take two pages more than their bytes."""
+    sim = Sim(None, 5, 13, num_blocks=24, block_size=8, max_model_len=160, max_num_seqs=2, allocator="virtual")
+    request = sim.generate("large", range(61), 3)
+    assert len(request.output_token_ids) == 3
+
+
+def test_a_span_whose_later_blocks_another_has_named_is_kept_as_far_as_its_own_names_go() -> None:
+    """The second request's prompt is the first one's answer, so it overtakes it; the first one's window lies behind its names then."""
+    answer = Sim(None, 5, num_blocks=200, block_size=4).generate("alone", range(9), 40).output_token_ids
+    sim = Sim(None, 5, num_blocks=200, block_size=4, max_num_seqs=2, max_model_len=96, allocator="virtual")
+    first = sim.add("first", range(9), 40)
+    sim.step()
+    sim.add("second", [*range(9), *answer[:30], 99], 1)
+    for _ in range(3):
+        sim.step()
+        sim.scheduler.check_invariants()
+    sim.run()
+    assert first.output_token_ids == answer
+    assert sim.manager.usage().cached > 0

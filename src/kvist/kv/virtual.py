@@ -41,7 +41,9 @@ class VirtualSpans:
         self.num_ids = self._slot * (num_slots + num_kept_slots)
         self._num_blocks = num_blocks
         self._block_bytes, self._page_bytes = block_bytes, page_bytes
-        self._budget = max(num_groups, num_blocks * block_bytes // page_bytes)
+        # The last page of each run may be used in part: a request of the largest size must fit all the same.
+        largest = num_groups * -(-(num_blocks // num_groups) * block_bytes // page_bytes)
+        self._budget = max(largest, num_blocks * block_bytes // page_bytes)
         self._max_kept = num_kept_slots
         self._on_evict = on_evict
         self._empty = list(range(num_slots + num_kept_slots - 1, -1, -1))
@@ -169,6 +171,7 @@ class VirtualSpans:
             first = -(-end * size // page) * page if begin < end else begin * size // page * page
             self._release(start * size + first, start * size + -(-span.end * size // page) * page)
         span.end = end
+        span.begin = [min(begin, end) for begin in span.begin]
 
     def _release(self, start: int, stop: int) -> None:
         if start < stop:
