@@ -88,6 +88,8 @@ def test_explain_tells_hit_reason_and_nearest_prompt(client: httpx.Client) -> No
     assert told["miss"] == {"reason": "other_salt", "position": 0, "would_hit": 48}
     assert ask(client, "explain", {"messages": [{"role": "user", "content": "Hello"}]})["prompt_tokens"] > 0
     assert error_of(client.post("/v1/kv/explain", json={}), 400)["param"] == "prompt"
+    for empty in ("", []):
+        assert error_of(client.post("/v1/kv/explain", json={"prompt": empty}), 400)["param"] == "prompt"
     assert error_of(client.post("/v1/kv/explain", json={"prompt": [10**9]}), 400)["param"] == "prompt"
 
 

@@ -161,7 +161,14 @@ async def _follow(state: ServerState, request: Request, ask: Any, since: int) ->
 
 
 async def _token_ids(state: ServerState, body: PromptRequest) -> list[int]:
-    """Raises InvalidRequestError."""
+    """At least one. Raises InvalidRequestError."""
+    token_ids = await _any_token_ids(state, body)
+    if not token_ids:
+        raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
+    return token_ids
+
+
+async def _any_token_ids(state: ServerState, body: PromptRequest) -> list[int]:
     if body.messages is not None:
         fields = {"messages": body.messages, "chat_template_kwargs": body.chat_template_kwargs}
         return await render(state, parse_request(ChatRequest, fields), None)
