@@ -12,6 +12,7 @@ from helpers.tiny_engine import Collected, drain, run, run_one, tiny_engine, tra
 from helpers.tiny_models import EOS
 from kvist.engine.sampler import score
 from kvist.errors import ContextLengthError, InvalidRequestError
+from kvist.kv.hints import KVHints
 from kvist.request import PrefixMiss, SamplingParams
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -155,6 +156,26 @@ def test_max_tokens_of_none_goes_to_the_limit():
     engine = tiny_engine(max_model_len=40)
     output = run_one(engine, PROMPT, greedy(max_tokens=None, ignore_eos=True))
     assert (len(output.token_ids), output.finish_reason) == (35, "length")
+
+
+@pytest.mark.parametrize("windows", [(), (24, None)])
+def test_max_tokens_of_none_leaves_room_for_what_is_pinned(windows):
+    """A pool that the longest request fills to the last block; a budget that was asked for is refused, not cut."""
+    engine = tiny_engine(num_kv_blocks=16 * len(windows or (None,)), windows=windows, kv_pin_budget=0.5)
+    limit = engine.config.effective_max_len
+    pinned = [7] * 65
+    engine.add_request("pinned", pinned, greedy(max_tokens=1), kv=KVHints(pin=True))
+    engine.add_request("beside", PROMPT, greedy(max_tokens=None, ignore_eos=True))
+    outputs = drain(engine)
+    blocks = engine.manager.num_pinned_blocks
+    assert blocks == 4 * len(windows or (None,))
+    room = engine.config.spec.max_request_tokens(engine.config.num_kv_blocks - blocks, limit)
+    assert 0 < room < limit
+    assert len(outputs["beside"].token_ids) == room - len(PROMPT)
+    with pytest.raises(ContextLengthError, match="beside what is pinned"):
+        engine.add_request("large", PROMPT, greedy(max_tokens=limit - len(PROMPT)))
+    with pytest.raises(ContextLengthError, match="beside what is pinned"):
+        engine.add_request("long", [9] * (limit - 1), greedy(max_tokens=None))
 
 
 @pytest.mark.parametrize(

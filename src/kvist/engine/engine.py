@@ -117,6 +117,8 @@ class Engine:
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
             raise InvalidRequestError(f"A request named {request_id!r} is already running; choose another id.", param="request_id")
         max_tokens = check_request(self.config, prompt_token_ids, params)
+        if params.max_tokens is None:
+            max_tokens = self._beside_pins(len(prompt_token_ids), max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         arrival = self._clock() if arrival_time is None else arrival_time
         grammar = grammar or self.compile_form(params)
@@ -145,6 +147,14 @@ class Engine:
             self.scheduler.add(choice.request)
         self._choices |= choices
         self._requests[request_id] = set(choices)
+
+    def _beside_pins(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Of a budget that goes as far as it can, what fits beside what is pinned; one token at least, to be refused if need be."""
+        if not (pledged := self.manager.num_pledged_blocks):
+            return max_tokens
+        config, total = self.config, num_prompt_tokens + max_tokens
+        fits = config.spec.max_request_tokens(config.num_kv_blocks - pledged, total) - num_prompt_tokens
+        return min(max_tokens, max(1, fits))
 
     def compile_form(self, params: SamplingParams) -> Grammar | None:
         """The form of a request's output, ready for `add_request`; any thread may call it. Raises InvalidRequestError."""

@@ -17,11 +17,11 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvist.errors import ConfigError, InvalidRequestError
+from kvist.errors import InvalidRequestError
 from kvist.kv.allocators import Allocator, PagedAllocator, tails_first
 from kvist.kv.block import BlockHash, extend_hashes, prompt_hashes, root_hash
 from kvist.kv.keeper import Keeper
-from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan, account_blocks
+from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
 from kvist.kv.pins import Pins
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec, first_block
@@ -61,11 +61,7 @@ class KVManager:
         pin_budget: float = 0.25,
     ) -> None:
         self._num_groups = len(spec.groups)
-        if num_blocks < self._num_groups:
-            raise ConfigError(
-                f"num_kv_blocks={num_blocks} is less than the {self._num_groups} blocks that one token of this model takes (one "
-                "per KV group): raise num_kv_blocks or kv_cache_memory."
-            )
+        require_a_token(spec, num_blocks)
         assert 0.0 <= watermark < 1.0, "the watermark is a share of the pool"
         self.spec = spec
         self.num_blocks = num_blocks
@@ -94,6 +90,10 @@ class KVManager:
     @property
     def num_pinned_blocks(self) -> int:
         return self.keeper.retention.num_pinned
+
+    @property
+    def num_pledged_blocks(self) -> int:
+        return self.pins.num_taken
 
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of a request that holds no blocks. At least its last token is left to compute."""
@@ -219,8 +219,8 @@ class KVManager:
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         if request.kv and not self.enable_prefix_caching:
             raise InvalidRequestError("kv asks to keep a prefix, and this server keeps none (prefix caching is off).", param="kv")
-        self.pins.add(request)
         root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
+        self.pins.add(request)
         self._records[request.request_id] = _Record(root, [], self._empty_tables(), [0] * self._num_groups)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvist.errors import ConfigError
 from kvist.kv.prefix import PrefixMatch
 from kvist.kv.spec import KVSpec
 from kvist.request import PrefixMiss, Request
@@ -82,6 +83,15 @@ class MemoryPlan:
 NO_PLAN = MemoryPlan()
 
 
+def require_a_token(spec: KVSpec, num_blocks: int) -> None:
+    """Raises ConfigError for a pool that holds none."""
+    if num_blocks < len(spec.groups):
+        raise ConfigError(
+            f"num_kv_blocks={num_blocks} is less than the {len(spec.groups)} blocks that one token of this model takes (one per KV "
+            "group): raise num_kv_blocks or kv_cache_memory."
+        )
+
+
 def account_blocks(
     spec: KVSpec, *, num_live: int, num_touched: int, held: Iterable[tuple[Sequence[array[int]], Sequence[int], int]]
 ) -> MemoryAccount:
@@ -116,6 +126,10 @@ class KVMemory(Protocol):
     @property
     def num_pinned_blocks(self) -> int:
         """Held though no request may hold them."""
+
+    @property
+    def num_pledged_blocks(self) -> int:
+        """Pinned, or to be pinned by an open request: a new request cannot count on them."""
 
     @property
     def request_ids(self) -> frozenset[str]: ...

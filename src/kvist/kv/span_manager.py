@@ -14,9 +14,9 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvist.errors import ConfigError, InvalidRequestError
+from kvist.errors import InvalidRequestError
 from kvist.kv.block import BlockHash, extend_hashes, root_hash
-from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan
+from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, require_a_token
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spans import Span, SpanAllocator
 from kvist.kv.spec import KVSpec, first_block
@@ -45,11 +45,7 @@ class SpanManager:
         key: bytes = b"",
         watermark: float = 0.01,
     ) -> None:
-        if num_blocks < len(spec.groups):
-            raise ConfigError(
-                f"num_kv_blocks={num_blocks} is less than the {len(spec.groups)} blocks that one token of this model takes (one "
-                "per KV group): raise num_kv_blocks or kv_cache_memory."
-            )
+        require_a_token(spec, num_blocks)
         self.spec = spec
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
@@ -71,6 +67,10 @@ class SpanManager:
 
     @property
     def num_pinned_blocks(self) -> int:
+        return 0
+
+    @property
+    def num_pledged_blocks(self) -> int:
         return 0
 
     @property
@@ -165,13 +165,13 @@ class SpanManager:
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Open the request's span, and plan copies of the hit into it."""
         record = self._records[request.request_id]
+        for ids, first in zip(match.block_ids, match.first_blocks, strict=True):
+            for block_id in ids[first:]:
+                self._spans.touch(block_id)
         span = self._open(request, record)
         blocks = match.num_tokens // self._block_size
         if not blocks:
             return
-        for ids, first in zip(match.block_ids, match.first_blocks, strict=True):
-            for block_id in ids[first:]:
-                self._spans.touch(block_id)
         granted = self._grow(record, span, blocks)
         assert granted, "a request is admitted only if its blocks are there"
         for group, (ids, first) in enumerate(zip(match.block_ids, match.first_blocks, strict=True)):
