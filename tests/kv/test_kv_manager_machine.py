@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from helpers.deciders import Arena, make_request, make_spec
+from kvist.errors import ContextLengthError
 from kvist.kv.manager import KVManager
 from kvist.kv.spec import first_block
 from kvist.request import Request
@@ -39,7 +40,11 @@ class ManagerMachine(RuleBasedStateMachine):
     def add(self, prompt: list[int], salt: str) -> None:
         self.count += 1
         request = make_request(f"r{self.count}", [0] * (len(prompt) // 2) + prompt, salt=salt)
-        self.manager.add(request)
+        try:
+            self.manager.add(request)
+        except ContextLengthError:
+            assert self.manager.pins.num_taken, "only pins leave too little for a request that the pool could hold"
+            return
         self.waiting[request.request_id] = request
 
     @precondition(lambda self: self.waiting)
