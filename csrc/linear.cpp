@@ -12,6 +12,8 @@ namespace {
 
 constexpr int kNearBytes = 16384;  // of int8 rows that a thread keeps in its first cache beside a panel of weights
 
+constexpr size_t kAheadBytes = 8192;  // a panel of weights and the one after it stay in the first cache together up to this size
+
 struct HalfScale {
   static V load_lanes(const void* p, size_t at) { return load_v_f16(static_cast<const uint16_t*>(p) + at); }
 };
@@ -113,7 +115,8 @@ void panel_rows(const Segment& s, int panel, const Rows& rows, int row, float (*
 template <int R>
 void panel_tile(const Segment& s, int panel, const Rows& rows, int row, int count, float (*y)[kPanel]) {
   // The first rows bring near what is read after this panel; for the others it would be asked for again in vain.
-  if (count == R) return row == 0 ? panel_rows<R, true>(s, panel, rows, row, y) : panel_rows<R, false>(s, panel, rows, row, y);
+  const bool leads = row == 0 && s.panel_bytes() <= kAheadBytes;
+  if (count == R) return leads ? panel_rows<R, true>(s, panel, rows, row, y) : panel_rows<R, false>(s, panel, rows, row, y);
   if constexpr (R > 1) panel_tile<R - 1>(s, panel, rows, row, count, y);
 }
 
