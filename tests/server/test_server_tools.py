@@ -190,6 +190,10 @@ def test_strict_tools_bind_free_answers() -> None:
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
             "tools[0].function.parameters",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x-guidance": 5}}}]},
+            "tools[0].function.parameters",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]}, "tools[0].function.description"),
         ({"tools": {"name": "f"}}, "tools"),

@@ -105,6 +105,8 @@ def _tool(tool: Any, place: str) -> Tool:
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping | None) or (parameters or {}).get("type", "object") != "object":
         raise InvalidRequestError(f"{place}.parameters must be the JSON schema of an object.", param=f"{place}.parameters")
+    if not isinstance((parameters or {}).get("x-guidance"), Mapping | None):
+        raise InvalidRequestError(f"{place}.parameters.x-guidance must be an object.", param=f"{place}.parameters")
     if (optional := num_optional(parameters)) > MAX_OPTIONAL:
         raise InvalidRequestError(
             f"{place}.parameters has {optional} properties that are not required, and {MAX_OPTIONAL} are the most.",
