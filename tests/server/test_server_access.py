@@ -235,7 +235,7 @@ def test_a_proxy_is_believed_only_where_it_is_known(
 
 
 def test_pages_of_the_origin_may_call_and_no_others(keyed_server: ServerThread, alice: httpx.Client) -> None:
-    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type,x-stainless-os"}
     allowed = httpx.options(keyed_server.url + CHAT, headers={"origin": ORIGIN, **ask})
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
     assert httpx.options(keyed_server.url + CHAT, headers={"origin": "https://evil.example", **ask}).status_code == 400
