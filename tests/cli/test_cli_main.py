@@ -145,7 +145,8 @@ def test_only_the_command_asked_for_is_imported() -> None:
         "print(sorted(name for name in sys.modules if name.startswith('kvist.cli.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    names = ("bench", "bench_compare", "bench_sweep", "fetching", "main", "options", "terminal")
+    parts = ("compare", "fragmentation", "memory", "sweep", "tiers")
+    names = ("bench", *(f"bench_{part}" for part in parts), "fetching", "main", "options", "terminal")
     assert done.stdout == f"{[f'kvist.cli.{name}' for name in names]}\n"
 
 

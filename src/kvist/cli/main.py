@@ -42,7 +42,7 @@ COMMANDS = (
     Command("chat", "kvist.cli.chat", "chat", "Talk to a model in the terminal."),
     Command("generate", "kvist.cli.generate", "generate", "Answer many prompts, JSON lines out."),
     Command("serve", "kvist.cli.serve", "serve", "Serve a model over an OpenAI-compatible HTTP API."),
-    Command("bench", "kvist.cli.bench", "app", "Measure this machine: speed, other engines beside kvist, options, KV memory."),
+    Command("bench", "kvist.cli.bench", "app", "Measure this machine, options, KV memory, and other engines."),
     Command("doctor", "kvist.cli.doctor", "doctor", "Tell what this machine offers and what is missing."),
 )
 
