@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 
-from kvist.kv.block import BlockHash, extend_hashes, make_key, root_hash
+from kvist.kv.block import BlockHash, extend_hashes, hasher_of, make_key, prompt_hashes, root_hash
 
 ROOT = root_hash(b"model", "bf16", 4, "")
 
 
 def hashes_of(tokens: list[int], root: BlockHash = ROOT) -> list[BlockHash]:
-    hashes: list[BlockHash] = []
-    extend_hashes(hashes, root, tokens, 4)
-    return hashes
+    return prompt_hashes(root, tokens, 4)
 
 
 def test_a_hash_is_the_same_on_every_machine() -> None:
     # SHA-256 of SHA-256(length-prefixed parts of the root) + tokens as little-endian 32-bit numbers.
     assert hashes_of([1, 2, 3, 2**31 - 1])[0].hex() == "d58a4b12ac517ab9ea98347a824a509ca36306767a5f2a21d60920d73f36efe0"
+    tokens = b"".join(token.to_bytes(4, "little") for token in range(1000, 1012))
+    assert hashes_of(list(range(1000, 1013))) == [sha256(ROOT + tokens[:end]).digest() for end in (16, 32, 48)]
 
 
 def test_hashes_grow_by_whole_blocks_and_do_not_depend_on_how() -> None:
     at_once = hashes_of(list(range(12)))
-    grown = hashes_of([0, 1, 2, 3])
-    extend_hashes(grown, ROOT, list(range(4, 12)), 4)
-    extend_hashes(grown, ROOT, [], 4)
+    grown: list[BlockHash] = []
+    hasher = hasher_of(ROOT)
+    extend_hashes(grown, hasher, list(range(4)), 4)
+    extend_hashes(grown, hasher, list(range(4, 12)), 4)
+    extend_hashes(grown, hasher, [], 4)
     assert grown == at_once
     assert len(set(at_once)) == 3
     with pytest.raises(AssertionError):
-        extend_hashes(grown, ROOT, [1, 2, 3], 4)
+        extend_hashes(grown, hasher, [1, 2, 3], 4)
 
 
 def test_a_hash_depends_on_all_tokens_before_it() -> None:

@@ -1,8 +1,9 @@
 """What one block is called: block hashes.
 
-A `BlockHash` is SHA-256 over (parent hash, token ids); the parent of a first block is a root that covers everything else that
-changes keys and values: the key (model fingerprint, numeric profile), the KV format, the block size and the request's salt. So two
-blocks have one name only if their bytes are equal (law L1). This module knows neither pools nor requests.
+A `BlockHash` is SHA-256 over a root and the token ids from the beginning of the sequence to the block's end. The root covers
+everything else that changes keys and values: the key (model fingerprint, numeric profile), the KV format, the block size and the
+request's salt. So two blocks have one name only if their bytes are equal (law L1). One running state gives the names of a whole
+sequence: a block costs its own tokens, and less than a hash of its own would. This module knows neither pools nor requests.
 Invariants: a hash depends on all tokens from the beginning of the sequence on; only whole blocks have one; the encoding is the same
 on every machine (little-endian), so that stored blocks can be found again.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import NewType
+from typing import NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -28,20 +29,32 @@ def root_hash(key: bytes, kv_format: str, block_size: int, salt: str) -> BlockHa
     return BlockHash(sha256(make_key("kvist block root", key, kv_format, str(block_size), salt)).digest())
 
 
-def extend_hashes(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[int], block_size: int) -> None:
-    """Append the hashes of the blocks that follow `hashes`; `token_ids` are whole blocks that begin where the last one ended."""
+class Hasher(Protocol):
+    """The state of hashlib's SHA-256."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
+def hasher_of(root: BlockHash) -> Hasher:
+    """The state before a sequence's first token."""
+    return sha256(root)
+
+
+def extend_hashes(hashes: list[BlockHash], hasher: Hasher, token_ids: Sequence[int], block_size: int) -> None:
+    """Append the hashes of the blocks that follow `hashes`; `token_ids` are whole blocks that begin where the last one ended, and
+    `hasher` has taken in what is before them."""
     assert len(token_ids) % block_size == 0, "only whole blocks have a hash"
     data = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    parent = hashes[-1] if hashes else root
-    step = 4 * block_size
-    append = hashes.append
-    for offset in range(0, len(data), step):
-        parent = BlockHash(sha256(parent + data[offset : offset + step]).digest())
-        append(parent)
+    update, digest, append = hasher.update, hasher.digest, hashes.append
+    for (block,) in struct.iter_unpack(f"{4 * block_size}s", data):
+        update(block)
+        append(BlockHash(digest()))
 
 
 def prompt_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """Of a prompt's whole blocks."""
     hashes: list[BlockHash] = []
-    extend_hashes(hashes, root, token_ids[: len(token_ids) // block_size * block_size], block_size)
+    extend_hashes(hashes, hasher_of(root), token_ids[: len(token_ids) // block_size * block_size], block_size)
     return hashes

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 from kvist.errors import InvalidRequestError
 from kvist.kv.allocators import Allocator, PagedAllocator, tails_first
-from kvist.kv.block import BlockHash, extend_hashes, prompt_hashes, root_hash
+from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.keeper import Keeper
 from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
+from kvist.kv.names import Record, is_being_computed, most_blocks, no_match, plain_miss
 from kvist.kv.pins import Pins
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec, first_block
@@ -30,14 +32,9 @@ from kvist.request import PrefixMiss, Request
 
 
 @dataclass(slots=True)
-class _Record:
-    root: BlockHash
-    hashes: list[BlockHash]
-    tables: tuple[array[int], ...]
-    let_go: list[int]
+class _Record(Record):
+    let_go: list[int] = field(default_factory=list)
     """Per group, how many leading entries hold no block (any more)."""
-    num_committed: int = 0
-    """Leading blocks that have been offered to the index, or came from it."""
     retained: bool = False
     """The request's own wishes have been entered."""
 
@@ -67,8 +64,9 @@ class KVManager:
         self.num_blocks = num_blocks
         self.watermark_blocks = int(watermark * num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
-        self._key = key
         self._block_size = spec.block_size
+        self._root = lru_cache(256)(partial(root_hash, key, spec.kv_format, spec.block_size))
+        """Of a salt."""
         self._windows = tuple(group.window for group in spec.groups)
         self._has_windows = any(window is not None for window in self._windows)
         self.index = PrefixIndex(num_blocks, self._windows, spec.block_size)
@@ -100,14 +98,14 @@ class KVManager:
         record = self._records[request.request_id]
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return self.no_match()
-        limit = (request.num_tokens - 1) // self._block_size
-        self._hash_up_to(request, record, limit)
+        limit = most_blocks(request, self._block_size)
+        record.hash_up_to(request, limit, self._block_size)
         return self.index.match(record.hashes, limit)
 
     def restorable(self, request: Request, match: PrefixMatch) -> Restore | None:
         """What the tier would add to the hit `match` of a waiting request."""
         record = self._records[request.request_id]
-        limit = (request.num_tokens - 1) // self._block_size
+        limit = most_blocks(request, self._block_size)
         if self.tier is None or request.wants_prompt_logprobs or match.num_tokens == limit * self._block_size:
             return None
         length = self.index.longest(record.hashes, limit, self.tier.beside(self.index.tables))
@@ -120,31 +118,20 @@ class KVManager:
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         """Whether one of the `running` requests has yet to commit the block by which the hit `match` would be longer."""
-        record, block = self._records[request.request_id], match.num_tokens // self._block_size
-        if not self.enable_prefix_caching or request.wants_prompt_logprobs or block >= (request.num_tokens - 1) // self._block_size:
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return False
-        for other in running:
-            theirs = self._records[other.request_id]
-            if theirs.root == record.root and theirs.num_committed <= block < other.num_tokens // self._block_size:
-                self._hash_up_to(other, theirs, block + 1)
-                if theirs.hashes[block] == record.hashes[block]:
-                    return True
-        return False
+        return is_being_computed(self._records, request, match, running, self._block_size)
 
     def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
         """Why `match` covers no more of the prompt."""
-        if not self.enable_prefix_caching:
-            return PrefixMiss("caching_off", 0)
-        if request.wants_prompt_logprobs:
-            return PrefixMiss("prompt_logprobs", 0)
-        whole = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
-        if match.num_tokens >= whole:
-            return PrefixMiss("partial_block", match.num_tokens)
+        plain = plain_miss(request, match, self._block_size, caching=self.enable_prefix_caching)
+        if plain is not None:
+            return plain
         record = self._records[request.request_id]
         return self.keeper.explain(record.root, request.prompt_token_ids, record.hashes, match.num_tokens, self._block_size)
 
     def no_match(self) -> PrefixMatch:
-        return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * self._num_groups)
+        return no_match(self._num_groups)
 
     def max_request_tokens(self, limit: int) -> int:
         """The most tokens, up to `limit`, that one request alone can have."""
@@ -164,7 +151,7 @@ class KVManager:
 
     def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
         """Root and names of the whole blocks of a prompt."""
-        root = root_hash(self._key, self.spec.kv_format, self._block_size, salt)
+        root = self._root(salt)
         return root, prompt_hashes(root, token_ids, self._block_size)
 
     def blocks_to_admit(self, request: Request, match: PrefixMatch) -> int:
@@ -219,9 +206,10 @@ class KVManager:
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         if request.kv and not self.enable_prefix_caching:
             raise InvalidRequestError("kv asks to keep a prefix, and this server keeps none (prefix caching is off).", param="kv")
-        root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
         self.pins.add(request)
-        self._records[request.request_id] = _Record(root, [], self._empty_tables(), [0] * self._num_groups)
+        self._records[request.request_id] = _Record(
+            self._root(request.cache_salt), self._empty_tables(), let_go=[0] * self._num_groups
+        )
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Hold the blocks of a hit; the caller sets `num_computed_tokens` to `match.num_tokens`."""
@@ -255,7 +243,7 @@ class KVManager:
             self.keeper.claim(record.root, self.cached(record.hashes[: request.num_prompt_tokens // self._block_size]), request.kv)
 
     def _commit(self, request: Request, record: _Record, full: int) -> None:
-        self._hash_up_to(request, record, full)
+        record.hash_up_to(request, full, self._block_size)
         start = record.num_committed
         assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
         for group, table in enumerate(record.tables):
@@ -358,12 +346,6 @@ class KVManager:
 
     def _empty_tables(self) -> tuple[array[int], ...]:
         return tuple(array("i") for _ in self._windows)
-
-    def _hash_up_to(self, request: Request, record: _Record, num_blocks: int) -> None:
-        start = len(record.hashes)
-        if num_blocks > start:
-            token_ids = request.token_ids(start * self._block_size, num_blocks * self._block_size)
-            extend_hashes(record.hashes, record.root, token_ids, self._block_size)
 
     def _give_back(self, record: _Record, ends: Sequence[int]) -> int:
         """Let go of the entries [let_go[g], ends[g]) of each group g, last block first and the groups side by side: what is reused

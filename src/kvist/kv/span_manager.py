@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvist.errors import InvalidRequestError
-from kvist.kv.block import BlockHash, extend_hashes, root_hash
+from kvist.kv.block import root_hash
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, require_a_token
+from kvist.kv.names import Record, is_being_computed, most_blocks, no_match, plain_miss
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spans import Span, SpanAllocator
 from kvist.kv.spec import KVSpec, first_block
@@ -24,12 +25,8 @@ from kvist.request import PrefixMiss, Request
 
 
 @dataclass(slots=True)
-class _Record:
-    root: BlockHash
-    hashes: list[BlockHash]
-    tables: tuple[array[int], ...]
+class _Record(Record):
     span: Span | None = None
-    num_committed: int = 0
 
 
 class SpanManager:
@@ -84,34 +81,21 @@ class SpanManager:
         record = self._records[request.request_id]
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return self.no_match()
-        limit = (request.num_tokens - 1) // self._block_size
-        self._hash_up_to(request, record, limit)
+        limit = most_blocks(request, self._block_size)
+        record.hash_up_to(request, limit, self._block_size)
         return self._index.match(record.hashes, limit)
 
     def no_match(self) -> PrefixMatch:
-        return PrefixMatch(0, tuple(array("i") for _ in self._windows), (0,) * len(self._windows))
+        return no_match(len(self._windows))
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
-        record, block = self._records[request.request_id], match.num_tokens // self._block_size
-        if not self.enable_prefix_caching or request.wants_prompt_logprobs or block >= (request.num_tokens - 1) // self._block_size:
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return False
-        for other in running:
-            theirs = self._records[other.request_id]
-            if theirs.root == record.root and theirs.num_committed <= block < other.num_tokens // self._block_size:
-                self._hash_up_to(other, theirs, block + 1)
-                if theirs.hashes[block] == record.hashes[block]:
-                    return True
-        return False
+        return is_being_computed(self._records, request, match, running, self._block_size)
 
     def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
-        if not self.enable_prefix_caching:
-            return PrefixMiss("caching_off", 0)
-        if request.wants_prompt_logprobs:
-            return PrefixMiss("prompt_logprobs", 0)
-        whole = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
-        if match.num_tokens >= whole:
-            return PrefixMiss("partial_block", match.num_tokens)
-        return PrefixMiss("not_found" if self._evictions else "never_seen", match.num_tokens)
+        plain = plain_miss(request, match, self._block_size, caching=self.enable_prefix_caching)
+        return plain or PrefixMiss("not_found" if self._evictions else "never_seen", match.num_tokens)
 
     def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
         sources = tuple(
@@ -160,7 +144,7 @@ class SpanManager:
             raise InvalidRequestError("kv asks to keep a prefix, which needs --kv-allocator paged.", param="kv")
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
-        self._records[request.request_id] = _Record(root, [], self._empty_tables())
+        self._records[request.request_id] = _Record(root, self._empty_tables())
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Open the request's span, and plan copies of the hit into it."""
@@ -190,7 +174,7 @@ class SpanManager:
         full = request.num_computed_tokens // self._block_size
         if full == record.num_committed or not self.enable_prefix_caching:
             return
-        self._hash_up_to(request, record, full)
+        record.hash_up_to(request, full, self._block_size)
         for group, table in enumerate(record.tables):
             start = record.num_committed
             parent = record.hashes[start - 1] if start else record.root
@@ -294,12 +278,6 @@ class SpanManager:
             for block_id in range(start + first, start + last):
                 if self._index.hash_of(block_id) is not None:
                     self._index.remove([block_id])
-
-    def _hash_up_to(self, request: Request, record: _Record, num_blocks: int) -> None:
-        start = len(record.hashes)
-        if num_blocks > start:
-            token_ids = request.token_ids(start * self._block_size, num_blocks * self._block_size)
-            extend_hashes(record.hashes, record.root, token_ids, self._block_size)
 
     def check_invariants(self) -> None:
         """Walk everything; O(ids)."""
