@@ -29,6 +29,7 @@ from kvist.server.app import create_app
 from kvist.server.client import EngineClient
 from kvist.server.options import ServerOptions
 from kvist.server.run import address_of, bind, uvicorn_config
+from kvist.text.info import TokenizerInfo
 
 EOS, BOS, TURN, FIRST_BYTE = 0, 1, 2, 3
 VOCAB = FIRST_BYTE + 256
@@ -38,6 +39,11 @@ SPECIALS = {EOS: b"<eos>", BOS: b"<bos>", TURN: b"<turn>"}
 @dataclass(frozen=True)
 class FakeTokenizer:
     add_bos: bool = True
+
+    @property
+    def info(self) -> TokenizerInfo:
+        names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+        return TokenizerInfo(VOCAB, "byte_level", BOS, (EOS,), self.add_bos, special_tokens=names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = [FIRST_BYTE + byte for byte in text.encode()]

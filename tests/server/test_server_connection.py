@@ -277,3 +277,74 @@ def test_what_is_small_to_send_and_large_to_parse_is_refused(raw: bytes, what: s
         parse(raw)
     text = raw.replace(b'"', b"'")
     assert parse(b'{"prompt":"' + text + b'"}') == {"prompt": text.decode()}, "in a string they are text"
+
+
+def flood(connection: socket.socket, pieces: Iterator[bytes]) -> tuple[int, bytes]:
+    """Sends until the server closes; how much went out, and what came back."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            connection.sendall(piece)
+            sent += len(piece)
+    return sent, rest(connection)
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece", "answer"),
+    [
+        (b"GET /", b"a" * 1000, b"HTTP/1.1 431"),
+        (b"GET /health HTTP/1.1\r\n", b"a" * 1000, b"HTTP/1.1 431"),
+        (b"GET /health HTTP/1.1\r\nX: ", b"a" * 1000, b"HTTP/1.1 431"),
+        (b"GET /health HTTP/1.1\r\n", b"X: a\r\n" * 100, b"HTTP/1.1 431"),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5;x=", b"a" * 1000, b""),
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", b"X: a\r\n" * 100, b""),
+    ],
+)
+def test_what_is_no_body_has_a_limit(begin: bytes, piece: bytes, answer: bytes) -> None:
+    """Well before the time for a head is over: what is sent counts, not how long it takes."""
+    with serving(FakeEngine(), head_seconds=600) as server:
+        connection = server.connect()
+        connection.sendall(begin)
+        sent, answered = flood(connection, iter(lambda: piece, None))
+        assert sent < 10_000_000
+        assert answered.startswith(answer)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_head_below_the_limit_is_taken_and_so_is_a_body_in_tiny_chunks(server: ServerThread) -> None:
+    headers = {f"X-{i}": "a" * 1000 for i in range(50)}
+    assert httpx.get(f"{server.url}/health", headers=headers).status_code == 200
+    body = json.dumps({"prompt": "a" * 100, "max_tokens": 1, "metadata": {"pad": "a" * 20_000}}).encode()
+    tiny = (body[i : i + 1] for i in range(len(body)))
+    assert httpx.post(server.url + COMPLETIONS, content=tiny).status_code == 200
+
+
+def test_requests_sent_ahead_are_answered_in_their_order_and_bounded(server: ServerThread) -> None:
+    connection = server.connect()
+    bodies: list[dict[str, Any]] = [{"prompt": f"twig {i}", "max_tokens": 200} for i in range(10)]
+    plain = [httpx.post(server.url + COMPLETIONS, json=body).json()["choices"][0]["text"] for body in bodies]
+    connection.sendall(
+        b"".join(request(COMPLETIONS, body) for body in bodies) + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+    )
+    answers = rest(connection).split(b"HTTP/1.1 200 OK")[1:]
+    texts = [json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"][0]["text"] for answer in answers[:-1]]
+    assert texts == plain
+    assert b'"ok"' in answers[-1]
+    many = server.connect()
+    sent, _ = flood(many, iter(lambda: b"GET /health HTTP/1.1\r\n\r\n" * 1000, None))
+    assert sent < 10_000_000
+
+
+def test_a_client_that_leaves_with_a_request_sent_ahead_stops_the_one_that_runs(server: ServerThread) -> None:
+    engine = fake_of(server)
+    engine.hold()
+    started = len(engine.started)
+    connection = server.connect()
+    long = request(COMPLETIONS, {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True})
+    connection.sendall(long + request(COMPLETIONS, {"prompt": "b", "max_tokens": 3}))
+    wait_until(lambda: engine.running == 1, "the first runs")
+    connection.close()
+    wait_until(lambda: engine.running == 0, "it is aborted, though it is held")
+    engine.release()
+    assert engine.aborted[-1] == engine.started[-1]
+    assert len(engine.started) == started + 1, "the second never began"

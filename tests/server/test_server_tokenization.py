@@ -24,6 +24,18 @@ def test_a_prompt_s_ids_are_those_of_its_completion(server: ServerThread, client
     assert bare["token_strs"] == [*"twigs ", "\\xc3", "\\xa9"]
 
 
+def test_what_a_client_without_a_tokenizer_needs_is_told(client: httpx.Client) -> None:
+    assert client.get("/tokenizer_info").json() == {
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": None,
+        "pad_token": None,
+        "add_bos_token": True,
+        "model_max_length": 512,
+        "chat_template": None,
+    }
+
+
 @pytest.mark.parametrize(
     "fields", [{}, {"add_generation_prompt": False}, {"continue_final_message": True}, {"chat_template_kwargs": {"style": "x"}}]
 )

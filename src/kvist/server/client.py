@@ -13,10 +13,14 @@ from kvist.engine.histogram import HistogramSnapshot
 from kvist.engine.tiers import TierSnapshot
 from kvist.kv.hints import KVHints
 from kvist.request import OutputDelta, SamplingParams
+from kvist.text.info import TokenizerInfo
 
 
 class TokenizerClient(Protocol):
-    """The part of a tokenizer that labels tokens in logprobs and echoes prompts given as ids."""
+    """The part of a tokenizer that labels tokens in logprobs, echoes prompts given as ids and tells clients its special tokens."""
+
+    @property
+    def info(self) -> TokenizerInfo: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 

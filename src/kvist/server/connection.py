@@ -2,8 +2,12 @@
 
 Knows transports and timers, no routes. Three things are bounded in time: a request's head (from the first of its bytes, or from
 the connection's begin), what the client leaves unread (as long as nothing of it is taken), and, by uvicorn, the pause between two
-requests. Bodies have their own limit (`server/body.py`). The number of connections is bounded too: a new one takes the place of the
-one that was idle longest, or is refused where all are at work. Invariant: at most one timer of each kind a connection.
+requests. Bodies have their own limit (`server/body.py`). What is not body (a request's line and headers, and what frames a chunked
+body) and the requests that are sent ahead, before an answer to the one in front, are bounded in size: the parser has no limits, and
+puts together long names in quadratic time. The number of connections is bounded too: a new one takes the place of the one that was
+idle longest, or is refused where all are at work.
+
+Invariants: at most one timer of each kind a connection; when a connection is lost, each of its requests is told.
 """
 
 from __future__ import annotations
@@ -11,26 +15,31 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvist.server.options import ServerOptions
 
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
-else:
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol as Protocol
-
 HEAD_SECONDS = 20.0
+HEAD_BYTES = 64 * 1024
+"""Of a request, all but its body."""
+FRAMES = 8
+"""Bytes that may frame each byte of a chunked body."""
+REQUESTS_AHEAD = 16
+PIECE_BYTES = 16 * 1024
+"""The parser gets no more at once, and the limits are looked at after each: they are passed by no more than this."""
 UNSENT_BYTES = 64 * 1024
 """What the system keeps for a client beyond what is on its way."""
 PROBE_SECONDS = 60
 """A silent connection is probed after this long, so that a client that vanished without a word is noticed."""
 
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 
 
-class Connection(Protocol):
+class Connection(HttpToolsProtocol):
     """What a class made by `connection_class` adds to uvicorn's; its settings are the class's attributes."""
 
     head_seconds: float
@@ -41,6 +50,11 @@ class Connection(Protocol):
     _unread_timer: asyncio.TimerHandle | None = None
     _unread = 0
     _last_active = 0.0
+    _answered: RequestResponseCycle | None = None
+    """The request that is being answered, or was last; `cycle` is the one that was read last."""
+    _body_bytes = 0
+    _other_bytes = 0
+    """Of the request that is being read, body and all else."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not asked for its class: uvloop's transports have none of asyncio's.
@@ -55,18 +69,50 @@ class Connection(Protocol):
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        before: object = self.cycle
+        for start in range(0, len(data), PIECE_BYTES):
+            if self.transport.is_closing():
+                return
+            self._read(data[start : start + PIECE_BYTES])
+
+    def _read(self, piece: bytes) -> None:
+        before, body_bytes = self.cycle, self._body_bytes
         self._last_active = self.loop.time()
-        super().data_received(data)
+        super().data_received(piece)
         if self.cycle is not before:
             self._forget_head()
         elif self._is_idle:
             self._await_head()
+        # Where the piece begins another request, counts began anew and this is too much by a piece at most.
+        self._other_bytes += len(piece) - max(0, self._body_bytes - body_bytes)
+        if len(self.pipeline) > REQUESTS_AHEAD:
+            self.transport.abort()
+        elif self._other_bytes > HEAD_BYTES + FRAMES * self._body_bytes:
+            self._refuse(_LARGE)
+
+    def on_message_begin(self) -> None:
+        self._body_bytes = self._other_bytes = 0
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_headers_complete(self) -> None:
+        last = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not last and self.cycle not in (cycle for cycle, _ in self.pipeline):
+            self._answered = self.cycle
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
         self._forget_unread()
         super().connection_lost(exc)
+        # uvicorn tells the request that was read last, which is not the one that works where others were sent ahead.
+        for cycle in (self._answered, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.pipeline.clear()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -78,12 +124,14 @@ class Connection(Protocol):
 
     def on_response_complete(self) -> None:
         self._last_active = self.loop.time()
+        if self.pipeline:
+            self._answered = self.pipeline[-1][0]
         super().on_response_complete()
 
     @property
     def _is_idle(self) -> bool:
         """No request is being answered."""
-        return self.cycle is None or self.cycle.response_complete
+        return self._answered is None or self._answered.response_complete
 
     def _await_head(self) -> None:
         if self._head_timer is None and not self.transport.is_closing():
@@ -97,10 +145,15 @@ class Connection(Protocol):
     def _late(self) -> None:
         self._head_timer = None
         if self._is_idle and not self.transport.is_closing():
-            first: object = self.cycle
-            if first is None:
+            if self._answered is None:
                 self.transport.write(_LATE)
             self.transport.close()
+
+    def _refuse(self, answer: bytes) -> None:
+        """Before the next answer, if there is none on its way."""
+        if self._is_idle:
+            self.transport.write(answer)
+        self.transport.close()
 
     def _await_reader(self) -> None:
         self._unread = self.transport.get_write_buffer_size()

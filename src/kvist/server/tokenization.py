@@ -1,4 +1,5 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes: a text or a conversation as token ids, and token ids as text.
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's shapes: a text or a conversation as token ids, token ids as text, and
+what else a client needs that counts tokens without a tokenizer of its own (lm-eval does).
 
 Knows the two bodies. What a completion or a chat request would be given is what is told here: the same code makes the ids. Neither
 needs an engine step; long texts are worked on in threads.
@@ -74,6 +75,19 @@ async def detokenize(request: Request) -> dict[str, str]:
             raise InvalidRequestError(f"tokens holds {token_id}, but the vocabulary has {size} tokens.", param="tokens")
     decode = partial(state.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return {"prompt": await asyncio.to_thread(decode) if len(body.tokens) > MANY_TOKENS else decode()}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """The special tokens by name (null where there is none), and the chat template."""
+    engine = state_of(request).engine
+    info = engine.tokenizer.info
+    return {
+        **{name: info.special_tokens.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
+        "add_bos_token": info.add_bos,
+        "model_max_length": engine.config.effective_max_len,
+        "chat_template": getattr(engine.chat_template, "source", None),
+    }
 
 
 async def _ids(state: ServerState, body: TokenizeRequest) -> list[int]:
