@@ -15,6 +15,7 @@ import pytest
 
 from helpers.tiny_models import write_tiny_gguf
 from kvist.bench.baseline import against_baseline, read_baseline
+from kvist.bench.kept import Kept
 from kvist.bench.render import footnotes, markdown, merged, plot
 from kvist.bench.roofline import model_cost, roofline, token_cost
 from kvist.bench.sweep import COLUMNS, Crowd, Setting, _serve, figures, parse_settings, sweep
@@ -203,7 +204,11 @@ def test_a_sweep_serves_the_crowd_once_for_each_value(tmp_path: Path) -> None:
     options = EngineOptions(model=str(write_tiny_gguf(tmp_path / "tiny.gguf")), num_kv_blocks=64, num_threads=1)
     done: list[int] = []
     crowd = Crowd(num_short=3, short_tokens=10, long_tokens=100, new_tokens=6, tokens_before_long=2)
-    rows = sweep(options, parse_settings(["max-num-seqs=1,4"], 1), 2, done.append, crowd)
+    kept = Kept({})
+    kept.add({"option": "max_num_seqs", "value": 4, **dict.fromkeys(COLUMNS, 1e9)})
+    rows = sweep(options, parse_settings(["max-num-seqs=1,4"], 1), 2, done.append, crowd, kept)
+    assert [(run["option"], run["value"]) for run in kept.runs] == [("max_num_seqs", value) for value in (4, 1, 1, 4)]
+    assert rows[1]["output_rate"] == pytest.approx((1e9 + kept.runs[3]["output_rate"]) / 2), "the round that was kept counts"
     assert [(row["option"], row["value"]) for row in rows] == [("max_num_seqs", 1), ("max_num_seqs", 4)]
     assert all(row.keys() == {"option", "value", *COLUMNS} for row in rows)
     # Two tokens of a model this small may come in one wake-up of the loop, with no time between them.

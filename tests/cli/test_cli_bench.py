@@ -1,4 +1,4 @@
-"""`kvist bench compare`, `show`, `sweep` and `throughput --baseline` on a tiny model, with a stand-in for a peer."""
+"""`kvist bench compare`, `show`, `sweep`, `prefix` and `throughput --baseline` on a tiny model, with a stand-in for a peer."""
 
 from __future__ import annotations
 
@@ -126,3 +126,28 @@ def test_sweep_prints_a_row_for_each_value(
     assert status == 0
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| --max-num-seqs 2", "| --max-num-seqs 16"]
     assert lines[0].count("|") == 7
+
+
+def test_prefix_goes_on_with_what_it_kept_and_draws_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVIST_CACHE", str(tmp_path / "cache"))
+    saved, picture = tmp_path / "runs.json", tmp_path / "prefix.png"
+    arguments = ["prefix", "-m", str(write_tiny_gguf(tmp_path / "tiny.gguf", context=512, layers=1)), "--num-kv-blocks", "64"]
+    arguments += ["--requests", "4", "--prefix-tokens", "64", "--own-tokens", "8", "--new-tokens", "4", "--cached-tokens", "96"]
+    status, out, _ = run([*arguments, "--rounds", "1", "--save", str(saved), "--json"], capsys)
+    report, kept = json.loads(out), json.loads(saved.read_text())["runs"]
+    assert (status, report["rounds"], [one["part"] for one in kept]) == (0, 1, ["shared", "alone", "first_token"])
+    assert report["blocks"] == {"peak_shared": 8, "peak_alone": 20, "one_copy": 8, "copies": 20}
+    assert report["computed_tokens"] == {"shared": 64 + 4 * 11, "alone": 4 * (72 + 3)}
+    status, out, _ = run([*arguments, "--rounds", "2", "--save", str(saved), "--plot", str(picture)], capsys)
+    assert (status, "crowd.gain" in out, "held 8 blocks" in " ".join(out.split())) == (0, True, True)
+    assert json.loads(saved.read_text())["runs"][:3] == kept
+    assert [one["round"] for one in json.loads(saved.read_text())["runs"]] == [0, 0, 0, 1, 1, 1]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    status, _, err = run([*arguments, "--requests", "5", "--save", str(saved)], capsys)
+    assert (status, "kept with another crowd" in err) == (2, True)
+    status, _, err = run([*arguments, "--requests", "50"], capsys)
+    assert (status, "and the pool has 64" in err) == (2, True)
+    status, _, err = run([*arguments, "--no-enable-prefix-caching"], capsys)
+    assert (status, "runs with sharing and without" in err) == (2, True)

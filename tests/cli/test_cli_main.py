@@ -145,7 +145,7 @@ def test_only_the_command_asked_for_is_imported() -> None:
         "print(sorted(name for name in sys.modules if name.startswith('kvist.cli.')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    parts = ("compare", "fragmentation", "memory", "sweep", "tiers")
+    parts = ("compare", "fragmentation", "memory", "prefix", "sweep", "tiers")
     names = ("bench", *(f"bench_{part}" for part in parts), "fetching", "main", "options", "terminal")
     assert done.stdout == f"{[f'kvist.cli.{name}' for name in names]}\n"
 

@@ -10,12 +10,13 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from kvist import AsyncEngine, SamplingParams
+from kvist.bench.kept import Kept
 from kvist.bench.workloads import SEED, draw_prompts
 from kvist.config import EngineOptions
 from kvist.errors import EngineError, UsageError
@@ -122,24 +123,38 @@ def figures(short: Sequence[Sequence[float]], late: Sequence[float], start: floa
 
 
 def sweep(
-    options: EngineOptions, settings: Sequence[Setting], rounds: int, report: Callable[[int], None], crowd: Crowd | None = None
+    options: EngineOptions,
+    settings: Sequence[Setting],
+    rounds: int,
+    report: Callable[[int], None],
+    crowd: Crowd | None = None,
+    kept: Kept | None = None,
 ) -> list[dict[str, Any]]:
-    """A row a setting: medians of the rounds. Each setting has an engine of its own. `report` takes how many settings are done."""
-    crowd = crowd or Crowd()
-    rows = []
+    """A row a setting: medians of its rounds, those that were `kept` already counted in. Each setting has an engine of its own.
+    `report` takes how many settings are done."""
+    crowd, kept = crowd or Crowd(), kept or Kept({})
     for done, setting in enumerate(settings):
         report(done)
-        engine = AsyncEngine.from_options(setting.applied(options))
-        longest = crowd.long_tokens + crowd.new_tokens
-        if longest > engine.config.effective_max_len:
-            engine.close()
-            raise UsageError(f"A request of {longest} tokens does not fit the context of {engine.config.effective_max_len}.")
-        engine.start()
-        try:
-            rng = random.Random(SEED)
-            runs = [asyncio.run(_serve(engine, crowd, rng)) for _ in range(rounds)]
-        finally:
-            engine.close()
-        medians = {name: statistics.median(run[name] for run in runs) for name in COLUMNS}
-        rows.append({"option": setting.option, "value": setting.value, **medians})
-    return rows
+        made = len(kept.select(**asdict(setting)))
+        if made < rounds:
+            _measure(setting.applied(options), setting, range(made, rounds), crowd, kept)
+    return [_row(setting, kept.select(**asdict(setting))[:rounds]) for setting in settings]
+
+
+def _measure(options: EngineOptions, setting: Setting, numbers: Sequence[int], crowd: Crowd, kept: Kept) -> None:
+    """Raises UsageError where the crowd does not fit."""
+    engine = AsyncEngine.from_options(options)
+    longest = crowd.long_tokens + crowd.new_tokens
+    if longest > engine.config.effective_max_len:
+        engine.close()
+        raise UsageError(f"A request of {longest} tokens does not fit the context of {engine.config.effective_max_len}.")
+    engine.start()
+    try:
+        for number in numbers:
+            kept.add({**asdict(setting), **asyncio.run(_serve(engine, crowd, random.Random(f"{SEED}/{number}")))})
+    finally:
+        engine.close()
+
+
+def _row(setting: Setting, runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    return {**asdict(setting), **{name: statistics.median(run[name] for run in runs) for name in COLUMNS}}

@@ -17,6 +17,7 @@ from kvist.bench.workloads import WORKS, Work, choose_works
 from kvist.cli.bench_compare import compare_command, show_command
 from kvist.cli.bench_fragmentation import fragmentation_command
 from kvist.cli.bench_memory import eviction_command, manager_command
+from kvist.cli.bench_prefix import prefix_command
 from kvist.cli.bench_sweep import sweep_command
 from kvist.cli.bench_tiers import tiers_command
 from kvist.cli.fetching import fetch
@@ -32,6 +33,7 @@ app.command("sweep")(sweep_command)
 app.command("eviction")(eviction_command)
 app.command("manager")(manager_command)
 app.command("tiers")(tiers_command)
+app.command("prefix")(prefix_command)
 
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
 Works = Annotated[str, typer.Option(help="Works to run, separated by commas.")]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from kvist.cli.fetching import fetch
-from kvist.cli.options import JsonFlag, engine_options, takes
+from kvist.cli.options import JsonFlag, KeptFile, engine_options, takes
 from kvist.cli.terminal import print_json, progress
 from kvist.config import EngineOptions
 from kvist.machine import available_cpus
@@ -24,18 +25,23 @@ def sweep_command(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each value; medians are reported.")] = 3,
+    save: KeptFile = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve the same small crowd with one value of an option after the other."""
     from kvist.bench import machine, sweep
+    from kvist.bench.kept import Kept
 
     settings = sweep.parse_settings(option or (), available_cpus())
+    crowd = sweep.Crowd()
+    head = {"command": "sweep", "machine": {"cpu": machine.cpu_facts()}, "engine": asdict(engine), "crowd": asdict(crowd)}
+    kept = Kept(head, save)
     fetch(engine.model)
     with progress("Measuring", len(settings)) as update:
-        rows = sweep.sweep(engine, settings, rounds, update)
+        rows = sweep.sweep(engine, settings, rounds, update, crowd, kept)
     if as_json:
-        return print_json({"command": "sweep", "machine": machine.machine_facts(), "rounds": rounds, "rows": rows})
+        return print_json({**head, "machine": machine.machine_facts(), "rounds": rounds, "rows": rows})
     header = ["option", *sweep.COLUMNS.values()]
     shown = [
         [f"--{row['option'].replace('_', '-')} {row['value']}", *(f"{row[name]:,.0f}" for name in sweep.COLUMNS)] for row in rows

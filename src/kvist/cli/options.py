@@ -32,6 +32,10 @@ from kvist.errors import UsageError
 from kvist.request import SamplingParams
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+KeptFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.json", help="Keep each run in this file; where it has some already, only the others are made."),
+]
 
 
 @dataclass(frozen=True)
