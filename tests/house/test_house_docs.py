@@ -25,7 +25,10 @@ def named_paths(text: str) -> set[str]:
     return {name for name in names if "/" in name and name.split("/")[0] in ROOMS} | ({"config.py"} & names)
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/serving.md", "docs/performance.md", "docs/tuning.md", "README.md"])
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("architecture", "memory", "performance", "serving", "testing", "tuning")))
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_every_file_that_a_page_names_exists(name: str) -> None:
     missing = [path for path in named_paths(page(name)) if not ((ROOT / "src/kvist" / path).exists() or (ROOT / path).exists())]
     assert not missing
