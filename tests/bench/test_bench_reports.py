@@ -153,8 +153,13 @@ def test_a_run_is_compared_with_the_baseline_of_its_kind() -> None:
     other = throughput({"a": 1.0}, isa="avx512")
     then = throughput({"a": 100.0, "b": 50.0, "c": 10.0})
     against = against_baseline(throughput({"a": 79.0, "b": 100.0, "d": 1.0}), [other, then])
-    assert against.as_dict() == {"ratios": {"a": 0.79, "b": 2.0}, "slower": ["a"], "reason": None}
-    assert against_baseline(throughput({"a": 1.0}, model="n"), [other, then]).reason is not None
+    beside = "m on A CPU (avx2, 2 threads on 2 cores, KV bf16)"
+    assert against.as_dict() == {"ratios": {"a": 0.79, "b": 2.0}, "slower": ["a"], "reason": None, "beside": beside}
+    reason = against_baseline(throughput({"a": 1.0}, model="n", quantization="w8a8"), [other, then]).reason
+    assert reason == (
+        "this is n, w8a8 on A CPU (avx2, 2 threads on 2 cores, KV bf16), and the baseline has "
+        f"{beside}; m on A CPU (avx512, 2 threads on 2 cores, KV bf16)"
+    )
     assert against_baseline(throughput({"d": 1.0}), [then]).reason == "the baseline has none of these works"
 
 

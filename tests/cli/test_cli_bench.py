@@ -109,10 +109,13 @@ def test_a_baseline_warns_and_does_not_fail(model: str, tmp_path: Path, capsys: 
     assert status == 0
     assert json.loads(out)["baseline"]["slower"] == ["decode_1"]
     assert "warning: decode_1 is slower than 80% of the baseline: 0.0" in err
+    _, out, _ = run([*arguments, "--baseline", str(baseline)], capsys)
+    assert ("Beside the baseline of" in out, "× the baseline" in out) == (True, True)
     report["machine"]["cpu"]["name"] = "another"
     baseline.write_text(json.dumps(report), encoding="utf-8")
     status, out, err = run([*arguments, "--baseline", str(baseline)], capsys)
-    assert (status, "nothing was compared" in err) == (0, True)
+    assert (status, "nothing was compared: this is" in err) == (0, True)
+    assert " on another (" in err.split("and the baseline has")[1]
 
 
 def test_sweep_prints_a_row_for_each_value(

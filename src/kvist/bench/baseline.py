@@ -24,13 +24,15 @@ class AgainstBaseline:
 
     ratios: Mapping[str, float]
     reason: str | None = None
+    beside: str | None = None
+    """What the baseline was measured on."""
 
     @property
     def slower(self) -> tuple[str, ...]:
         return tuple(name for name, ratio in self.ratios.items() if ratio < TOLERANCE)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"ratios": dict(self.ratios), "slower": list(self.slower), "reason": self.reason}
+        return {"ratios": dict(self.ratios), "slower": list(self.slower), "reason": self.reason, "beside": self.beside}
 
 
 def read_baseline(path: Path, text: str) -> list[dict[str, Any]]:
@@ -52,11 +54,20 @@ def _kind(report: Mapping[str, Any]) -> tuple[Any, ...]:
     return (cpu["name"], tuple(cpu["flags"]), cpu["usable_cores"], *(engine.get(name) for name in names))
 
 
+def described(report: Mapping[str, Any]) -> str:
+    """What a report was measured on, in words."""
+    cpu, engine = report["machine"]["cpu"], report["engine"]
+    weights = f", {engine['quantization']}" if engine["quantization"] else ""
+    threads = f"{engine['num_threads']} threads on {cpu['usable_cores']} cores"
+    return f"{engine['model']}{weights} on {cpu['name']} ({engine['isa']}, {threads}, KV {engine['kv_cache_dtype']})"
+
+
 def against_baseline(report: Mapping[str, Any], baselines: list[dict[str, Any]]) -> AgainstBaseline:
     """Compare with the report of the same kind."""
     alike = [one for one in baselines if _kind(one) == _kind(report)]
     if not alike:
-        return AgainstBaseline({}, "the baseline has no run of this processor, these kernels and this model")
+        kept = "; ".join(sorted({described(one) for one in baselines})) or "nothing"
+        return AgainstBaseline({}, f"this is {described(report)}, and the baseline has {kept}")
     then = {row["name"]: row["median"] for row in alike[-1]["measurements"]}
     ratios = {row["name"]: row["median"] / then[row["name"]] for row in report["measurements"] if row["name"] in then}
-    return AgainstBaseline(ratios, None if ratios else "the baseline has none of these works")
+    return AgainstBaseline(ratios, None if ratios else "the baseline has none of these works", described(alike[-1]))

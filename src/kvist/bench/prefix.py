@@ -145,7 +145,8 @@ def ask_again(llm: LLM, prompt: CachedPrompt, seed: str) -> FirstTokenRun:
         raise EngineError(
             f"Of {prompt.tokens} tokens {at_first} were cached at first and {min(found)} later; raise --num-kv-blocks."
         )
-    return FirstTokenRun(computed, *map(statistics.median, (firsts, deep, short)), cached_tokens=min(found))
+    median = statistics.median
+    return FirstTokenRun(computed, median(firsts), median(deep), median(short), min(found))
 
 
 def check_room(llm: LLM, crowd: Crowd, prompt: CachedPrompt) -> None:

@@ -65,7 +65,10 @@ def print_table(report: dict[str, Any]) -> None:
         console.print(f"resident memory {format_bytes(memory['resident_bytes'])}, at its peak {format_bytes(memory['peak_bytes'])}")
     if report["scheduler_share"] is not None:
         console.print(f"scheduler: {report['scheduler_share']:.1%} of the time of a step")
-    for name, ratio in (report.get("baseline") or {"ratios": {}})["ratios"].items():
+    baseline = report.get("baseline") or {"ratios": {}}
+    if baseline["ratios"]:
+        console.print(f"Beside the baseline of {baseline['beside']}:", highlight=False)
+    for name, ratio in baseline["ratios"].items():
         console.print(f"{name}: {ratio:.2f} × the baseline", highlight=False)
 
 
