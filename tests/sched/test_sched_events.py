@@ -121,3 +121,26 @@ def test_a_miss_is_explained_once_at_the_first_admission() -> None:
     # Of 48 tokens that it gave up, two blocks were still there.
     assert (stats.num_tokens_lost, stats.num_tokens_recomputed, stats.num_queried_tokens) == (48, 16, 80)
     assert stats.num_batched_tokens == 80 + 2 * 29 + stats.num_tokens_recomputed
+
+
+def test_the_record_of_a_preemption_says_how_it_ended() -> None:
+    sim = Sim(num_blocks=7)
+    sim.add("old", range(40), 30)
+    sim.add("new", range(100, 140), 30)
+    while not sim.scheduler.preemptions():
+        sim.step()
+    (waiting,) = sim.scheduler.preemptions()
+    assert (waiting.number, waiting.request_id, waiting.cause_request_id) == (0, "new", "old")
+    assert (waiting.kind, waiting.state, waiting.num_tokens, waiting.stall) == ("recompute", "waiting", 48, None)
+    sim.run()
+    (resumed,) = sim.scheduler.preemptions()
+    assert (resumed.state, resumed.num_tokens_found) == ("resumed", 32)
+    assert resumed.stall is not None
+    assert resumed.stall > 0
+    ended = Sim(num_blocks=7)
+    ended.add("old", range(40), 30)
+    ended.add("new", range(100, 140), 30)
+    while not ended.scheduler.preemptions():
+        ended.step()
+    ended.scheduler.abort("new")
+    assert [(record.state, record.stall) for record in ended.scheduler.preemptions()] == [("ended", None)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from server_fakes import ServerThread, serving
+from server_fakes import ServerThread, serving, wait_until
 from server_sse import CHAT, COMPLETIONS, error_of
 
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
+from kvist.engine.kv_view import KVView
 from kvist.server.options import ServerOptions
 
 BLOCK = 16
@@ -61,7 +64,13 @@ def test_stats_blocks_and_prefixes_tell_of_what_is_cached(client: httpx.Client) 
     assert {block["holders"] for block in page["blocks"]} == {0}
     (top,) = ask(client, "prefixes")["prefixes"]
     assert (top["blocks"], top["tokens"], top["children"], top["blocks_below"]) == (2, 32, 2, 3)
+    assert (top["hits"], top["holders"]) == (1, 0)
+    assert 0 <= top["used_ago"] < 60
     below = ask(client, "prefixes", parent=top["last"])
+    assert [node["hits"] for node in below["prefixes"]] == [0, 0]
+    complete(client, [*common, *ids(2, 2)])
+    assert [node["hits"] for node in ask(client, "prefixes", parent=top["last"])["prefixes"]] == [1, 0]
+    assert ask(client, "prefixes")["prefixes"][0]["hits"] == 2
     assert [(node["blocks"], node["children"]) for node in below["prefixes"]] == [(2, 0), (1, 0)]
     assert error_of(client.get("/v1/kv/prefixes", params={"parent": "xyz"}), 400)["param"] == "parent"
     assert client.get("/v1/kv/blocks", params={"limit": 0}).status_code in (400, 422)
@@ -152,6 +161,85 @@ def test_a_tenant_sees_its_own_only() -> None:
             assert ask(two, "flush", {}) == {"flushed_blocks": 3}
             assert (ask(one, "blocks")["total"], ask(two, "blocks")["total"]) == (5, 0)
             assert httpx.get(f"{server.url}/v1/kv/stats").status_code == 401
+
+
+def test_preemptions_are_told_and_a_tenant_sees_its_own() -> None:
+    options = ServerOptions(api_keys=("one", "two"))
+    with serving(AsyncEngine(tiny_engine(ISAS[-1], num_kv_blocks=12, watermark=0.0)), options) as server:
+        clients = [
+            httpx.Client(base_url=server.url, timeout=60, headers={"Authorization": f"Bearer {key}"}) for key in ("one", "two")
+        ]
+        one, two = clients
+        with one, two, ThreadPoolExecutor(4) as pool:
+            assert ask(one, "preemptions") == {"preemptions": [], "next": 0}
+            # Four of 8 blocks each in a pool of 12: whoever came later gives way.
+            answers = [
+                pool.submit(complete, client, ids(number, 2), max_tokens=90) for number, client in enumerate([one, two, one, two])
+            ]
+            usages = [answer.result() for answer in answers]
+            told = [ask(client, "preemptions") for client in clients]
+        counts = [sum(usage["kvist"]["preemptions"] for usage in usages[start::2]) for start in (0, 1)]
+        assert [len(answer["preemptions"]) for answer in told] == counts
+        assert sum(counts) > 0
+        records = told[0]["preemptions"] + told[1]["preemptions"]
+        assert sorted(record["number"] for record in records) == list(range(sum(counts)))
+        assert max(answer["next"] for answer in told) == sum(counts)
+        names = [{record["request_id"] for record in answer["preemptions"]} for answer in told]
+        assert not names[0] & names[1]
+        for record in records:
+            assert (record["kind"], record["state"]) == ("recompute", "resumed")
+            assert record["tokens"] > 0
+            assert record["blocks_freed"] > 0
+            assert 0 <= record["tokens_found"] <= record["tokens"]
+            assert record["stall"] >= 0
+        mine = {name for own in names for name in own}
+        for own, answer in zip(names, told, strict=True):
+            causes = {record["cause_request_id"] for record in answer["preemptions"]} - {None}
+            assert not causes & (mine - own), "another key's request is not named"
+
+
+def test_preemptions_come_a_page_at_a_time(client: httpx.Client) -> None:
+    prompts = [ids(number, 2) for number in range(4)]
+    body = {"prompt": prompts, "max_tokens": 110, "temperature": 0, "ignore_eos": True}
+    count = client.post(COMPLETIONS, json=body).json()["usage"]["kvist"]["preemptions"]
+    assert count > 1
+    first = ask(client, "preemptions", limit=1)
+    rest = ask(client, "preemptions", since=first["next"])
+    assert [record["number"] for record in (*first["preemptions"], *rest["preemptions"])] == list(range(count))
+    assert all(record["cause_request_id"] for record in rest["preemptions"])
+    assert ask(client, "preemptions", since=rest["next"]) == {"preemptions": [], "next": count}
+
+
+def test_a_fault_in_a_question_fails_that_question_alone(
+    server: ServerThread, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("secret detail")
+
+    before = complete(client, ids(1, 3), max_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(KVView, "stats", broken)
+        answer = client.get("/v1/kv/stats", headers={"X-Request-Id": "asked-in-vain"})
+        error = error_of(answer, 500)
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "secret" not in answer.text
+    assert answer.headers["x-request-id"] == "asked-in-vain"
+
+    def told() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.getMessage() == "request asked-in-vain failed"]
+
+    wait_until(lambda: bool(told()), "the log says what failed")
+    (record,) = told()
+    assert record.exc_info is not None
+    assert "secret detail" in str(record.exc_info[1])
+    assert client.get("/health").status_code == 200
+    assert complete(client, ids(1, 3), max_tokens=4)["prompt_tokens_details"]["cached_tokens"] == 48 > 0 == cached(before)
+    assert ask(client, "stats")["indexed_blocks"] == 3
+
+
+def cached(usage: dict[str, Any]) -> int:
+    found: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
 
 
 def test_a_prompt_of_messages_is_made_as_chat_makes_it(client: httpx.Client) -> None:

@@ -168,7 +168,7 @@ class AsyncEngine:
         return self._snapshot
 
     async def ask_kv(self, question: str, **details: Any) -> Any:
-        """See `engine.kv_view`. Raises InvalidRequestError, EngineStoppedError when the engine ends."""
+        """See `engine.kv_view`. Raises InvalidRequestError, EngineStoppedError when the engine ends, and what a fault in it raises."""
         answer: Future[Any] = Future()
         self._send(_Ask(question, details, answer))
         return await asyncio.wrap_future(answer)
@@ -249,7 +249,8 @@ class AsyncEngine:
                 if answer.set_running_or_notify_cancel():
                     try:
                         answer.set_result(self._engine.ask_kv(question, **details))
-                    except KvistError as error:
+                    except Exception as error:
+                        # Whoever asked gets it, be it a refusal or a fault; the requests that run go on.
                         answer.set_exception(error)
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:

@@ -82,7 +82,7 @@ class Engine:
         self.grammars = GrammarCompiler(self.tokenizer, config.model.vocab_size, self._eos)
         self._masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
         self._clock = clock
-        self.kv = KVView(self.manager, config)
+        self.kv = KVView(self.manager, config, self.scheduler.preemptions)
         self._seeds = random.Random(config.seed)
         self._choices: dict[str, _Choice] = {}
         self._requests: dict[str, set[str]] = {}

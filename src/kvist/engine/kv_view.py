@@ -7,8 +7,9 @@ blocks, neither by names nor by counts. Times are seconds ago.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 from kvist.config import EngineConfig
@@ -19,6 +20,8 @@ from kvist.kv.manager import KVManager
 from kvist.kv.memory import KVMemory
 from kvist.kv.prefix import IndexListing
 from kvist.kv.rings import ORDINARY_PRIORITY
+from kvist.kv.uses import UseListing
+from kvist.sched.preemption import Preemption
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Blocks:
     """Of claimed blocks."""
     pinned: frozenset[int]
     block_size: int
+    uses: UseListing
+    now: float
 
     def _mine(self) -> list[int]:
         roots, group_of = self.listing.root_of, self.listing.group_of
@@ -65,7 +70,8 @@ class Blocks:
 
     def tree(self, parent: str | None, limit: int) -> dict[str, Any]:
         """The radix view below a block (or the beginnings): runs of blocks without a fork, with how many children each has, how
-        deep it reaches and how many blocks hang below. Blocks whose predecessor is gone are not reachable and only counted."""
+        many blocks hang below, how many requests found it and when it was used last. Blocks whose predecessor is gone are not
+        reachable and only counted."""
         hash_of, parent_of, roots = self.listing.hash_of, self.listing.parent_of, self.listing.root_of
         children: dict[BlockHash, list[int]] = {}
         mine = self._mine()
@@ -80,15 +86,18 @@ class Blocks:
         reached = 0
         nodes: list[dict[str, Any]] = []
         for top in tops:
-            run, below = [top], 0
+            run: list[int] = [top]
+            below: list[int] = []
             while len(following := children.get(_name(hash_of[run[-1]]), [])) == 1:
                 run.append(following[0])
             stack = list(following)
             while stack:
                 block_id = stack.pop()
-                below += 1
+                below.append(block_id)
                 stack += children.get(_name(hash_of[block_id]), ())
-            reached += len(run) + below
+            reached += len(run) + len(below)
+            finds, used_at = self.uses.of([*run, *below])
+            holders = max(self.ref_counts[block_id] - (block_id in self.pinned) for block_id in run)
             nodes.append(
                 {
                     "first": _name(hash_of[top]).hex(),
@@ -96,14 +105,22 @@ class Blocks:
                     "blocks": len(run),
                     "tokens": len(run) * self.block_size,
                     "children": len(following),
-                    "blocks_below": below,
-                    "holders": max(self.ref_counts[block_id] - (block_id in self.pinned) for block_id in run),
+                    "blocks_below": len(below),
+                    "hits": finds,
+                    "used_ago": self._ago(used_at, holders),
+                    "holders": holders,
                     "pinned": any(block_id in self.pinned for block_id in run),
                 }
             )
         nodes.sort(key=lambda node: (-(node["blocks"] + node["blocks_below"]), node["first"]))
         unreachable = len(mine) - reached if parent is None else None
         return {"prefixes": nodes[:limit], "total": len(nodes), "unreachable_blocks": unreachable}
+
+    def _ago(self, used_at: float, holders: int) -> float | None:
+        """Seconds since the last use; None of what was brought from a tier and not used since."""
+        if holders:
+            return 0.0
+        return None if used_at == -inf else round(max(0.0, self.now - used_at), 3)
 
 
 def _name(block_hash: BlockHash | None) -> BlockHash:
@@ -121,9 +138,10 @@ def _unhex(text: str) -> bytes:
 class KVView:
     """Asks `manager`; `now` is asked for the time of each question, so that claims end in time on an idle engine too."""
 
-    def __init__(self, manager: KVMemory, config: EngineConfig) -> None:
+    def __init__(self, manager: KVMemory, config: EngineConfig, preemptions: Callable[[], tuple[Preemption, ...]]) -> None:
         self._manager = manager
         self._config = config
+        self._preemptions = preemptions
 
     def stats(self, now: float, salt: str | None) -> dict[str, Any]:
         manager = self._paged(now)
@@ -153,7 +171,8 @@ class KVView:
         claimed = {block_id: retention.priority(block_id) for block_id in retention.claimed()}
         pinned = frozenset(retention.pinned_blocks())
         root = self._root(manager, salt)
-        return Blocks(manager.index.listing(), root, pool.ref_counts(), claimed, pinned, manager.spec.block_size)
+        uses = manager.keeper.uses.listing()
+        return Blocks(manager.index.listing(), root, pool.ref_counts(), claimed, pinned, manager.spec.block_size, uses, now)
 
     def explain(self, now: float, salt: str, token_ids: list[int], other_salt: str | None) -> dict[str, Any]:
         """How much of a prompt would hit now, and why no more. `other_salt`: the same tenant's, to look there too. Raises
@@ -226,6 +245,29 @@ class KVView:
         ]
         # Numbers count everybody's events; what was passed over tells how busy the server is, as its metrics do.
         return {"events": told, "next": found[-1].number + 1 if found else max(since, log.next_number)}
+
+    def preemptions(self, now: float, salt: str | None, since: int, limit: int) -> dict[str, Any]:
+        """The latest, oldest first. For whom a request had to give way is told where that one is the asker's too."""
+        records = self._preemptions()
+        kept = [record for record in records if record.number >= since]
+        found = [record for record in kept if salt is None or record.salt == salt][:limit]
+        told = [
+            {
+                "number": record.number,
+                "seconds_ago": round(max(0.0, now - record.time), 3),
+                "request_id": record.request_id,
+                "cause_request_id": record.cause_request_id if salt is None or record.cause_salt == salt else None,
+                "kind": record.kind,
+                "state": record.state,
+                "tokens": record.num_tokens,
+                "tokens_found": record.num_tokens_found,
+                "blocks_freed": record.num_blocks_freed,
+                "stall": None if record.stall is None else round(record.stall, 3),
+            }
+            for record in found
+        ]
+        last = found[-1].number if len(found) == limit else records[-1].number if records else since - 1
+        return {"preemptions": told, "next": max(since, last + 1)}
 
     def _paged(self, now: float) -> KVManager:
         if not isinstance(self._manager, KVManager):

@@ -19,6 +19,7 @@ from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex
 from kvist.kv.retention import NO_CHANGES, Changes, Retention
 from kvist.kv.rings import ORDINARY_PRIORITY
+from kvist.kv.uses import PrefixUses
 from kvist.request import PrefixMiss
 
 GHOSTS_PER_BLOCK = 4
@@ -49,6 +50,7 @@ class Keeper:
         self.pool = BlockPool(num_blocks, self._evict, self.policy)
         self.retention = Retention(pin_budget)
         self.events = EventLog(max_event_blocks(num_blocks))
+        self.uses = PrefixUses(num_blocks, index)
         self.now = 0.0
         self._index = index
         self._ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
@@ -66,6 +68,15 @@ class Keeper:
                 self._expired.pop(block_hash, None)
         self.policy.enter(block_ids, self._ghosts.memos(block_hashes) if self.policy.remembers else ())
         self.events.add(self.now, "stored", "", (root,), block_hashes)
+
+    def found(self, block_id: int) -> None:
+        """A request's hit ends with this block of the first group."""
+        self.uses.found(block_id, self.now)
+
+    def left(self, last: BlockHash) -> None:
+        """A request lets go of a prefix that ends with the block of this name."""
+        if (block_id := self._index.get(0, last)) is not None:
+            self.uses.left(block_id, self.now)
 
     def advance(self, now: float) -> None:
         self.now = now
@@ -132,6 +143,7 @@ class Keeper:
     def _remove(self, block_ids: list[int], reason: str) -> None:
         memos = self.policy.leave(block_ids)
         roots = [self._index.root_of(block_id) for block_id in block_ids]
+        self.uses.evict(block_ids)
         hashes = self._index.remove(block_ids)
         self._ghosts.put(hashes, memos, self.now)
         self.events.add(self.now, "removed", reason, roots, hashes)
@@ -162,6 +174,7 @@ class Keeper:
 
     def check_invariants(self) -> None:
         self.retention.check_invariants()
+        self.uses.check_invariants()
         for block_id in range(self.pool.num_blocks):
             if self.retention.claims(block_id) or block_id in self._lapsed:
                 assert self._index.hash_of(block_id) is not None, f"block {block_id} is claimed and holds nothing"

@@ -108,13 +108,7 @@ class KVManager:
         limit = most_blocks(request, self._block_size)
         if self.tier is None or request.wants_prompt_logprobs or match.num_tokens == limit * self._block_size:
             return None
-        length = self.index.longest(record.hashes, limit, self.tier.beside(self.index.tables))
-        if length * self._block_size <= match.num_tokens:
-            return None
-        missing = self.index.missing(record.hashes, length)
-        before = dict(zip(record.hashes, (record.root, *record.hashes), strict=False))
-        parents = tuple(before[block_hash] for _, block_hash in missing)
-        return Restore(match.num_tokens, length * self._block_size, tuple(missing), record.root, parents)
+        return self.tier.beyond(self.index, record.root, record.hashes, limit, match.num_tokens)
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         """Whether one of the `running` requests has yet to commit the block by which the hit `match` would be longer."""
@@ -220,6 +214,8 @@ class KVManager:
             record.tables[group].extend(ids)
             record.let_go[group] = first
         record.num_committed = match.num_tokens // self._block_size
+        if record.num_committed and not request.num_preemptions and match.first_blocks[0] < record.num_committed:
+            self.keeper.found(match.block_ids[0][-1])
 
     def allocate(self, request: Request, num_new_tokens: int) -> bool:
         """Make room for the rows [num_computed_tokens, + num_new_tokens); False, and nothing changed, if the pool has too few."""
@@ -314,6 +310,8 @@ class KVManager:
     def release(self, request: Request) -> int:
         """Take all blocks back from a request that goes on later. Returns how many became free."""
         record = self._records[request.request_id]
+        if record.num_committed:
+            self.keeper.left(record.hashes[record.num_committed - 1])
         freed = self._give_back(record, [len(record.tables[0])] * self._num_groups)
         # New tables, not cleared ones: the step that is under way may still read the old ones.
         record.tables = self._empty_tables()

@@ -41,7 +41,7 @@ class PrefixIndex:
 
     def __init__(self, num_blocks: int, windows: tuple[int | None, ...], block_size: int) -> None:
         self._windows = windows
-        self._block_size = block_size
+        self.block_size = block_size
         self._tables: tuple[dict[BlockHash, int], ...] = tuple({} for _ in windows)
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._parent_of: list[BlockHash | None] = [None] * num_blocks
@@ -51,11 +51,25 @@ class PrefixIndex:
     def __len__(self) -> int:
         return sum(map(len, self._tables))
 
-    def get(self, group: int, block_hash: BlockHash) -> int | None:
-        return self._tables[group].get(block_hash)
+    def get(self, group: int, block_hash: BlockHash | None) -> int | None:
+        return None if block_hash is None else self._tables[group].get(block_hash)
 
     def hash_of(self, block_id: int) -> BlockHash | None:
         return self._hash_of[block_id]
+
+    def group_of(self, block_id: int) -> int:
+        return self._group_of[block_id]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._tables)
+
+    def names(self, block_ids: Iterable[int]) -> list[BlockHash | None]:
+        return list(map(self._hash_of.__getitem__, block_ids))
+
+    def parents(self, block_ids: Iterable[int]) -> list[BlockHash | None]:
+        """The names of the blocks before these, or the roots."""
+        return list(map(self._parent_of.__getitem__, block_ids))
 
     def root_of(self, block_id: int) -> BlockHash:
         """The root of an indexed block's prefix."""
@@ -106,8 +120,8 @@ class PrefixIndex:
     def match(self, hashes: Sequence[BlockHash], limit: int) -> PrefixMatch:
         """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group."""
         length = self.longest(hashes, limit, self._tables)
-        position = length * self._block_size
-        firsts = tuple(first_block(position, window, self._block_size) for window in self._windows)
+        position = length * self.block_size
+        firsts = tuple(first_block(position, window, self.block_size) for window in self._windows)
         ids = []
         for table, first in zip(self._tables, firsts, strict=True):
             entries = array("i", bytes(4 * first))
@@ -130,7 +144,7 @@ class PrefixIndex:
             before = length
             for table, window in zip(tables, self._windows, strict=True):
                 if window is not None:
-                    length = _longest_windowed(table, hashes, length, -(-(window - 1) // self._block_size))
+                    length = _longest_windowed(table, hashes, length, -(-(window - 1) // self.block_size))
             agreed = length == before
         return length
 
@@ -141,8 +155,8 @@ class PrefixIndex:
 
     def missing(self, hashes: Sequence[BlockHash], length: int) -> list[tuple[int, BlockHash]]:
         """(group, name) of the blocks that a prefix of `length` blocks needs and that are not here, in the order of positions."""
-        position = length * self._block_size
-        firsts = [first_block(position, window, self._block_size) for window in self._windows]
+        position = length * self.block_size
+        firsts = [first_block(position, window, self.block_size) for window in self._windows]
         return [
             (group, hashes[block])
             for block in range(min(firsts), length)

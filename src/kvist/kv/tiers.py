@@ -21,6 +21,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvist.kv.block import BlockHash
+from kvist.kv.prefix import PrefixIndex
 
 PATIENCE = 16
 HASH_BYTES = 32
@@ -152,6 +153,18 @@ class TierDecider:
     def beside(self, tables: Sequence[Container[BlockHash]]) -> tuple[Container[BlockHash], ...]:
         """Per group, what is on the device or in the tier."""
         return tuple(Either(table, present) for table, present in zip(tables, self._present, strict=True))
+
+    def beyond(
+        self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], limit: int, found_tokens: int
+    ) -> Restore | None:
+        """What the tier adds to the `found_tokens` of a prompt, of which `limit` blocks may be found; None if it adds nothing."""
+        length = index.longest(hashes, limit, self.beside(index.tables))
+        if length * index.block_size <= found_tokens:
+            return None
+        missing = index.missing(hashes, length)
+        before = dict(zip(hashes, (root, *hashes), strict=False))
+        parents = tuple(before[block_hash] for _, block_hash in missing)
+        return Restore(found_tokens, length * index.block_size, tuple(missing), root, parents)
 
     @property
     def is_empty(self) -> bool:

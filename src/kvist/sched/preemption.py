@@ -15,12 +15,15 @@ from kvist.sched.output import PreemptionRecord
 CAPACITY = 128
 
 PreemptionKind = Literal["recompute", "swap"]
+PreemptionState = Literal["waiting", "resumed", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
     """One request's loss of its blocks. Times by the engine's clock, in seconds."""
 
+    number: int
+    """Ascending from 0, of all preemptions."""
     request_id: str
     cause_request_id: str
     """The request that needed the blocks."""
@@ -30,8 +33,13 @@ class Preemption:
     """Computed tokens that it gave up."""
     num_blocks_freed: int
     time: float
+    salt: str = ""
+    cause_salt: str = ""
+    """Whose requests these are."""
+    state: PreemptionState = "waiting"
+    """ended: before it ran again."""
     stall: float | None = None
-    """Until it ran again; None while it waits, or if it ended before."""
+    """Until it ran again."""
     num_tokens_found: int = 0
     """Of those, how many were found again, on the device or in a tier."""
 
@@ -43,30 +51,37 @@ class PreemptionLog:
         self._count = 0
         self._view: tuple[Preemption, ...] | None = ()
 
-    def add(self, record: PreemptionRecord, swap: bool, now: float) -> None:
-        self._count += 1
+    def add(self, record: PreemptionRecord, salts: tuple[str, str], swap: bool, now: float) -> None:
+        """`salts`: of the request, and of the one that needed the blocks."""
         self._records[self._count] = Preemption(
+            self._count,
             record.request_id,
             record.cause_request_id,
             "swap" if swap else "recompute",
             record.num_tokens_lost,
             record.num_blocks_freed,
             now,
+            *salts,
         )
         self._open[record.request_id] = self._count
+        self._count += 1
         if len(self._records) > CAPACITY:
             self._records.popitem(last=False)
         self._view = None
 
     def resumed(self, request_id: str, now: float, num_tokens_found: int) -> None:
-        number = self._open.pop(request_id, None)
-        record = None if number is None else self._records.get(number)
-        if number is not None and record is not None:
-            self._records[number] = replace(record, stall=now - record.time, num_tokens_found=num_tokens_found)
-            self._view = None
+        self._close(request_id, "resumed", now, num_tokens_found)
 
     def ended(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+        self._close(request_id, "ended", None, 0)
+
+    def _close(self, request_id: str, state: PreemptionState, now: float | None, num_tokens_found: int) -> None:
+        number = self._open.pop(request_id, None)
+        record = None if number is None else self._records.get(number)
+        if record is not None:
+            stall = None if now is None else now - record.time
+            self._records[record.number] = replace(record, state=state, stall=stall, num_tokens_found=num_tokens_found)
+            self._view = None
 
     def records(self) -> tuple[Preemption, ...]:
         """Oldest first."""

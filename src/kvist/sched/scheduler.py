@@ -279,7 +279,7 @@ class Scheduler:
         if swap:
             step.note(request, "swapped", tokens=request.num_computed_tokens)
             self._num_swaps += 1
-        self._preemptions.add(step.preempted[-1], swap, step.now)
+        self._preemptions.add(step.preempted[-1], (request.cache_salt, cause.request.cache_salt), swap, step.now)
         self._num_preemptions += 1
         self._num_tokens_lost += request.num_computed_tokens
         victim.num_lost = request.num_computed_tokens

@@ -131,6 +131,15 @@ async def flush(request: Request) -> Response:
     return JSONResponse(await state.engine.ask_kv("flush", salt=scope_of(request, body.cache_salt)))
 
 
+@router.get("/preemptions")
+async def preemptions(
+    request: Request, cache_salt: Salt = None, since: Annotated[int, Query(ge=0)] = 0, limit: Limit = 100
+) -> Response:
+    """The latest requests that lost their blocks to others: for whom, how much, which way they came back, and when."""
+    salt = scope_of(request, cache_salt)
+    return JSONResponse(await state_of(request).engine.ask_kv("preemptions", salt=salt, since=since, limit=limit))
+
+
 @router.get("/events")
 async def events(
     request: Request,

@@ -1,0 +1,142 @@
+"""Finds and last uses of prefixes: exact for each block, through evictions, flushes and several groups, at O(1) a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.deciders import make_request, make_spec
+from kvist.kv.block import BlockHash
+from kvist.kv.manager import KVManager
+
+SIZE = 4
+
+
+class Drive:
+    """Serves prompts one after the other, and knows what each block was found by."""
+
+    def __init__(self, num_blocks: int, *windows: int | None, policy: str = "lru") -> None:
+        spec = make_spec(*windows, block_size=SIZE)
+        self.manager = KVManager(spec, num_blocks, watermark=0.0, eviction_policy=policy)
+        self.count = 0
+        self.finds: dict[BlockHash, int] = {}
+        self.used_at: dict[BlockHash, float] = {}
+
+    def serve(self, blocks: Sequence[int]) -> int:
+        """A prompt of these blocks and one token more. Returns how many blocks were found."""
+        manager, prompt = self.manager, [token for block in blocks for token in [block] * SIZE] + [0]
+        self.count += 1
+        request = make_request(str(self.count), prompt, 1)
+        manager.advance(float(self.count))
+        manager.add(request)
+        match = manager.match(request)
+        manager.attach(request, match)
+        request.num_computed_tokens = match.num_tokens
+        granted = manager.allocate(request, len(prompt) - match.num_tokens)
+        assert granted
+        self.forget_evicted()
+        request.num_computed_tokens = len(prompt)
+        _, names = manager.hashes_of(prompt, "")
+        found = match.num_tokens // SIZE
+        manager.commit(request)
+        manager.free(request)
+        for name in names[:found]:
+            self.finds[name] += 1
+        for name in names[found:]:
+            self.finds.setdefault(name, 0)
+        self.used_at |= dict.fromkeys(names, float(self.count))
+        return found
+
+    def forget_evicted(self) -> None:
+        index = self.manager.index
+        self.finds = {name: count for name, count in self.finds.items() if index.get(0, name) is not None}
+
+    def told(self) -> dict[BlockHash, tuple[int, float]]:
+        """Of each block of the first group: finds and last use, added up from itself and all behind it."""
+        index, uses = self.manager.index, self.manager.keeper.uses.listing()
+        ids = [block_id for block_id in range(self.manager.num_blocks) if index.hash_of(block_id) and index.group_of(block_id) == 0]
+        names = dict(zip(ids, index.names(ids), strict=True))
+        children: dict[BlockHash | None, list[int]] = {}
+        for block_id in ids:
+            children.setdefault(index.parents([block_id])[0], []).append(block_id)
+        told = {}
+        for block_id in ids:
+            behind = [block_id]
+            for one in behind:
+                behind += children.get(names[one], [])
+            name = names[block_id]
+            assert name is not None
+            told[name] = uses.of(behind)
+        return told
+
+    def check(self) -> None:
+        self.manager.check_invariants()
+        told = self.told()
+        assert {name: finds for name, (finds, _) in told.items()} == {name: self.finds[name] for name in told}
+        assert all(used_at == self.used_at[name] for name, (_, used_at) in told.items())
+
+
+def test_a_find_counts_for_the_whole_prefix_and_survives_the_eviction_of_its_tail() -> None:
+    drive = Drive(8)
+    assert [drive.serve([1, 2, 3, 4]), drive.serve([1, 2, 3, 4]), drive.serve([1, 2, 9])] == [0, 4, 2]
+    drive.check()
+    listing = drive.manager.keeper.uses.listing()
+    assert (sum(listing.finds), sum(used > -inf for used in listing.used_at)) == (2, 3), "noted where hits and requests ended alone"
+    assert drive.serve([5, 6, 7, 8]) == 0
+    drive.check()
+    _, names = drive.manager.hashes_of([1] * SIZE + [2] * SIZE + [3] * SIZE, "")
+    assert [drive.told().get(name) for name in names] == [(2, 3.0), (2, 3.0), None], "3 and 4 gave way, and their find went to 2"
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, None), (None, 6)])
+def test_what_is_found_of_conversations_is_counted_to_the_block(windows: tuple[int | None, ...]) -> None:
+    drive = Drive(36 * len(windows), *windows)
+    for turn in range(40):
+        talk = turn * 7 % 5
+        drive.serve([100, *range(10 * talk, 10 * talk + 1 + turn // 5)])
+        drive.check()
+    assert drive.manager.usage().evictions > 10
+    assert sum(finds > 0 for finds in drive.finds.values()) > 10
+    drive.manager.keeper.flush(None)
+    drive.check()
+    assert sum(drive.manager.keeper.uses.listing().finds) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), max_size=40),
+    policy=st.sampled_from(["lru", "density"]),
+    flush=st.integers(0, 40),
+)
+def test_no_order_of_prompts_counts_more_than_was_found(prompts: list[list[int]], policy: str, flush: int) -> None:
+    drive = Drive(9, policy=policy)
+    for number, blocks in enumerate(prompts):
+        drive.serve(blocks)
+        if policy == "lru":
+            drive.check()
+        drive.manager.check_invariants()
+        assert all(finds <= drive.finds[name] for name, (finds, _) in drive.told().items())
+        if number == flush:
+            drive.manager.keeper.flush(None)
+            drive.forget_evicted()
+
+
+def test_a_preempted_request_finds_its_own_blocks_without_being_counted_again() -> None:
+    manager = KVManager(make_spec(block_size=SIZE), 8, watermark=0.0)
+    request = make_request("a", [1] * 9, 1)
+    manager.add(request)
+    manager.attach(request, manager.match(request))
+    assert manager.allocate(request, 9)
+    request.num_computed_tokens = 9
+    manager.commit(request)
+    manager.release(request)
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    match = manager.match(request)
+    assert match.num_tokens == 2 * SIZE
+    manager.attach(request, match)
+    assert sum(manager.keeper.uses.listing().finds) == 0
+    manager.check_invariants()
