@@ -11,7 +11,7 @@ import pytest
 from kvist.engine.transfers import Event, Filled, Lost, Stored, Transfers
 from kvist.kv.block import BlockHash
 from kvist.kv.tiers import BlockCopy, TransferPlan
-from kvist.store.tier import Item, StoreStats
+from kvist.store.tier import Item, Loss, StoreStats
 
 SIZE = 64
 
@@ -46,8 +46,8 @@ class DictStore:
                 memory[:] = self.kept[name]
         return [name in self.kept for name, _ in items]
 
-    def take_lost(self) -> list[bytes]:
-        return []
+    def take_lost(self) -> dict[bytes, Loss]:
+        return {}
 
     def stats(self) -> StoreStats:
         return StoreStats(num_blocks=len(self.kept))

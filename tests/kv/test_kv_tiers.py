@@ -39,6 +39,20 @@ def test_a_block_is_offered_once_while_it_is_there_or_on_its_way() -> None:
     tier.check_invariants()
 
 
+def test_who_owns_a_block_is_known_from_its_offer_or_its_return() -> None:
+    tier, root = TierDecider(1, 100), BlockHash(b"r" * 32)
+    found = name_of(0, C)
+    assert tier.stored([found]) == {C: None}, "found at the start"
+    tier.offer(0, [A, B], [7, 8], root)
+    assert tier.stored([name_of(0, A)]) == {A: root}
+    assert tier.stored([name_of(0, A)]) == {}, "that is no news"
+    assert tier.lost([name_of(0, A), name_of(0, B)]) == ({A: root}, {B: root}), "one is gone, the other never came"
+    plan = tier.prepare(Restore(0, 4, ((0, C),), root, (root,)), [3])
+    tier.complete(plan.plan_id)
+    assert tier.lost([found]) == ({C: root}, {})
+    tier.check_invariants()
+
+
 def test_names_of_other_models_are_passed_over() -> None:
     """A folder may hold blocks of a model with more groups."""
     tier = TierDecider(1, 100)

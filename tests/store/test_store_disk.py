@@ -136,12 +136,12 @@ def test_damage_while_it_is_served_is_dropped_and_told(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 10)
     assert get(store, *names(3)) == [True, True, False]
-    assert store.take_lost() == [b"n2"]
-    assert store.take_lost() == []
+    assert store.take_lost() == {b"n2": "damaged"}
+    assert store.take_lost() == {}
     assert store.stats().damaged_blocks == 1
     path.unlink()
     assert get(store, *names(2)) == [False, False]
-    assert sorted(store.take_lost()) == [b"n0", b"n1"]
+    assert store.take_lost() == {b"n0": "damaged", b"n1": "damaged"}
     abandon(store)
 
 
@@ -158,7 +158,9 @@ def test_whole_segments_go_within_the_quota_least_recently_used_first(tmp_path: 
     lost: list[bytes] = []
     for name in names(300):
         assert put(store, name) == [name]
-        lost += store.take_lost()
+        gone = store.take_lost()
+        lost += gone
+        assert set(gone.values()) <= {"evicted"}
         assert folder_bytes(tmp_path) == store.stats().used_bytes <= SMALL
         assert get(store, b"n0") == [True]
     together = [name for name in store.names() if store._index[name][0] is store._index[b"n0"][0]]
@@ -182,7 +184,7 @@ def test_a_smaller_quota_removes_at_the_start(tmp_path: Path) -> None:
     again = open_store(tmp_path, SMALL)
     assert folder_bytes(tmp_path) <= SMALL
     assert 30 < again.stats().num_blocks < 80
-    assert again.take_lost() == []
+    assert again.take_lost() == {}
     assert all(get(again, *again.names()))
     again.close()
 

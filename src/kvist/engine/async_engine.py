@@ -168,7 +168,7 @@ class AsyncEngine:
         return self._snapshot
 
     async def ask_kv(self, question: str, **details: Any) -> Any:
-        """See `engine.kv_view`. Raises InvalidRequestError, EngineStoppedError when the engine ends, and what a fault in it raises."""
+        """See `engine.kv_view`. Raises InvalidRequestError, EngineStoppedError when the engine ends, or what a fault raised."""
         answer: Future[Any] = Future()
         self._send(_Ask(question, details, answer))
         return await asyncio.wrap_future(answer)
@@ -216,17 +216,22 @@ class AsyncEngine:
 
     def _take_commands(self) -> bool:
         """Carry out all that is in the inbox, waiting when there is nothing else to do. False: stop."""
+        checked = False
         while True:
             idle = not self._engine.has_work
             if idle and self._inbox.empty():
-                self._engine.check_idle()
+                if not checked:
+                    self._engine.check_idle()
                 self._snapshot = self._engine.snapshot()
+                checked = True
             try:
                 command = self._inbox.get(block=idle)
             except queue.Empty:
                 return True
             if isinstance(command, _Stop):
                 return False
+            # Those who follow events ask often, and looking on changes nothing.
+            checked = checked and isinstance(command, _Ask)
             self._carry_out(command)
 
     def _carry_out(self, command: _Command) -> None:

@@ -171,6 +171,9 @@ class Engine:
 
     def ask_kv(self, question: str, **details: Any) -> Any:
         """A method of `KVView` by name; between steps only. Raises InvalidRequestError."""
+        if self._tiers is not None:
+            # An idle engine hears of it too.
+            self._tiers.receive()
         return getattr(self.kv, question)(self._clock(), **details)
 
     def is_open(self, request_id: str) -> bool:

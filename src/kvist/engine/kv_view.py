@@ -237,6 +237,7 @@ class KVView:
                 "number": event.number,
                 "seconds_ago": round(now - event.time, 3),
                 "event": event.kind,
+                "tier": event.tier,
                 **({"reason": event.reason} if event.reason else {}),
                 "block_hashes": [name.hex() for name in names],
             }

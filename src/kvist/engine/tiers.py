@@ -21,6 +21,7 @@ from kvist.kv.tiers import TierRates, TransferPlan
 from kvist.sched.prefetch import Prefetcher
 from kvist.store.tier import StoreStats
 
+NAME = "disk"
 PROMPT_ROWS = 32
 """Steps of fewer rows say little about the speed of prompts."""
 WEIGHT = 0.25
@@ -50,6 +51,7 @@ class Tiers:
     def __init__(self, manager: KVManager, transfers: Transfers) -> None:
         assert manager.tier is not None
         self._decider = manager.tier
+        self._keeper = manager.keeper
         self._transfers = transfers
         self.prefetcher = Prefetcher(manager)
         self._read_rate: float | None = None
@@ -64,9 +66,12 @@ class Tiers:
         for event in self._transfers.events():
             match event:
                 case Stored(names):
-                    self._decider.stored(names)
-                case Lost(names):
-                    self._decider.lost(names)
+                    self._keeper.tell("stored", "", self._decider.stored(names), NAME)
+                case Lost(losses):
+                    for why in dict.fromkeys(losses.values()):
+                        gone, missed = self._decider.lost(name for name, reason in losses.items() if reason == why)
+                        self._keeper.tell("removed", why, gone, NAME)
+                        self._keeper.tell("not_stored", why, missed, NAME)
                 case Filled(plan_id, filled, num_bytes, seconds):
                     self.prefetcher.complete(plan_id, filled)
                     if num_bytes:
@@ -108,7 +113,7 @@ class Tiers:
 
     def snapshot(self, num_swaps: int) -> TierSnapshot:
         decider, transfers = self._decider, self._transfers
-        return TierSnapshot("disk", transfers.store_stats, transfers.num_dropped, decider.num_refused, num_swaps, decider.rates)
+        return TierSnapshot(NAME, transfers.store_stats, transfers.num_dropped, decider.num_refused, num_swaps, decider.rates)
 
 
 def open_disk_tier(tier: DiskTier, manager: KVMemory, blocks: npt.NDArray[np.uint8], warn: Callable[[str], None]) -> Tiers:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.kv.tiers import TransferPlan
-from kvist.store.tier import BlockStore
+from kvist.store.tier import BlockStore, Loss
 
 logger = logging.getLogger("kvist.tier")
 
@@ -39,7 +39,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    names: list[bytes]
+    losses: dict[bytes, Loss]
+    """By name."""
+
+    @property
+    def names(self) -> list[bytes]:
+        return list(self.losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class Transfers:
                 dropped.append(copy.name)
         if dropped:
             self.num_dropped += len(dropped)
-            self._tell(Lost(dropped))
+            self._tell(Lost(dict.fromkeys(dropped, "dropped")))
 
     def fill(self, plan: TransferPlan) -> None:
         self._reads.put(plan)
@@ -152,7 +157,8 @@ class Transfers:
             logger.exception("Blocks could not be written to the disk tier.")
             kept = set()
         self._free.extend(slot for _, slot in batch)
-        lost = [*self._store.take_lost(), *(name for name, _ in batch if name not in kept)]
+        failed: dict[bytes, Loss] = {name: "failed" for name, _ in batch if name not in kept}
+        lost = failed | self._store.take_lost()
         self._tell(Lost(lost), Stored([name for name, _ in batch if name in kept]))
 
     def _read(self) -> None:

@@ -29,15 +29,17 @@ def max_prompt_tokens(num_blocks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVEvent:
-    """`kind`: stored (computed, or brought from a tier), removed (`reason`: evicted, flushed), retained, expired or withdrawn (of
-    claims). `owners` are the roots of the blocks' prefixes, one for all or one each."""
+    """`kind` (and `reason`) on the device: stored (computed or restored from a tier), removed (evicted, flushed), retained, expired
+    or withdrawn (of claims). In a tier: stored, removed (evicted, damaged, failed), or not_stored (dropped, failed). `owners` are
+    the roots of the blocks' prefixes, one for all or one each; None where that is not known."""
 
     number: int
     time: float
     kind: str
     reason: str
-    owners: tuple[BlockHash, ...]
+    owners: tuple[BlockHash | None, ...]
     block_hashes: Sequence[BlockHash]
+    tier: str = "device"
 
     def of(self, owner: BlockHash | None) -> list[BlockHash]:
         """The blocks that `owner` may see (None: all)."""
@@ -57,10 +59,18 @@ class EventLog:
         self._num_blocks = 0
         self.next_number = 0
 
-    def add(self, time: float, kind: str, reason: str, owners: Sequence[BlockHash], block_hashes: Sequence[BlockHash]) -> None:
+    def add(
+        self,
+        time: float,
+        kind: str,
+        reason: str,
+        owners: Sequence[BlockHash | None],
+        block_hashes: Sequence[BlockHash],
+        tier: str = "device",
+    ) -> None:
         if not block_hashes:
             return
-        event = KVEvent(self.next_number, time, kind, reason, tuple(owners), block_hashes)
+        event = KVEvent(self.next_number, time, kind, reason, tuple(owners), block_hashes, tier)
         self.next_number += 1
         self._events.append(event)
         self._num_blocks += len(block_hashes)

@@ -7,7 +7,7 @@ Invariants: pinned blocks are held once by the keeper; what is claimed is in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvist.kv.block import BlockHash
@@ -60,14 +60,18 @@ class Keeper:
         self._expired: dict[BlockHash, None] = {}
         """Contents that were evicted thereafter, oldest first."""
 
-    def enter(self, root: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
-        """Successive blocks of a sequence have been computed and are in the index now."""
+    def enter(
+        self, root: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int], *, restored: bool = False
+    ) -> None:
+        """Successive blocks of a sequence have been computed, or `restored` from a tier (which `tell` is to tell), and are in the
+        index now."""
         self.pool.mark_cached(block_ids)
         if self._expired:
             for block_hash in block_hashes:
                 self._expired.pop(block_hash, None)
         self.policy.enter(block_ids, self._ghosts.memos(block_hashes) if self.policy.remembers else ())
-        self.events.add(self.now, "stored", "", (root,), block_hashes)
+        if not restored:
+            self.events.add(self.now, "stored", "", (root,), block_hashes)
 
     def found(self, block_id: int) -> None:
         """A request's hit ends with this block of the first group."""
@@ -159,6 +163,10 @@ class Keeper:
                     self._expired[block_hash] = None
             while len(self._expired) > MAX_EXPIRED:
                 del self._expired[next(iter(self._expired))]
+
+    def tell(self, kind: str, reason: str, blocks: Mapping[BlockHash, BlockHash | None], tier: str = "device") -> None:
+        """What happened to these blocks, each with its root where that is known."""
+        self.events.add(self.now, kind, reason, list(blocks.values()), list(blocks), tier)
 
     def _tell(self, kind: str, block_ids: Sequence[int]) -> None:
         named = [(name, self._index.root_of(block_id)) for block_id in block_ids if (name := self._index.hash_of(block_id))]

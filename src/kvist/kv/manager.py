@@ -246,7 +246,7 @@ class KVManager:
             hashes, block_ids = record.hashes[start:full], table[start:full]
             self._enter(group, record.root, record.hashes[start - 1] if start else record.root, hashes, block_ids)
             if self.tier is not None:
-                self.tier.offer(group, hashes, block_ids)
+                self.tier.offer(group, hashes, block_ids, record.root)
         record.num_committed = full
 
     def prepare_restore(self, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
@@ -258,8 +258,7 @@ class KVManager:
         self._pool.release(reversed(hit))
         if taken is None:
             return None
-        plan = self.tier.prepare(restore, taken)
-        self._restores[plan.plan_id] = restore
+        self._restores[(plan := self.tier.prepare(restore, taken)).plan_id] = restore
         return plan
 
     def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> None:
@@ -267,9 +266,12 @@ class KVManager:
         assert self.tier is not None
         copies = self.tier.complete(plan_id).copies
         restore = self._restores.pop(plan_id)
+        brought = {}
         for copy, parent, good in zip(copies, restore.parents, filled, strict=True):
-            if good:
-                self._enter(copy.group, restore.root, parent, [copy.block_hash], [copy.block_id])
+            if good and self.index.insert(copy.group, restore.root, parent, [copy.block_hash], [copy.block_id]):
+                self.keeper.enter(restore.root, [copy.block_hash], [copy.block_id], restored=True)
+                brought[copy.block_hash] = restore.root
+        self.keeper.tell("stored", "restored", brought)
         self._pool.release(copy.block_id for copy in reversed(copies))
 
     def swap_out(self, request: Request) -> bool:
@@ -279,7 +281,7 @@ class KVManager:
             return False
         num_blocks, stop = 0, record.num_committed
         for group, (table, start) in enumerate(zip(record.tables, record.let_go, strict=True)):
-            self.tier.offer(group, record.hashes[start:stop], table[start:stop])
+            self.tier.offer(group, record.hashes[start:stop], table[start:stop], record.root)
             num_blocks += stop - min(start, stop)
         return self.tier.is_cheaper(num_blocks, stop * self._block_size)
 

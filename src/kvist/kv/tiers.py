@@ -25,6 +25,8 @@ from kvist.kv.prefix import PrefixIndex
 
 PATIENCE = 16
 HASH_BYTES = 32
+Owned = dict[BlockHash, BlockHash | None]
+"""Blocks, each with the root of its prefix where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,9 @@ class TierDecider:
     def __init__(self, num_groups: int, block_bytes: int) -> None:
         self.rates = TierRates()
         self._block_bytes = block_bytes
-        self._present: tuple[set[BlockHash], ...] = tuple(set() for _ in range(num_groups))
-        self._storing: tuple[set[BlockHash], ...] = tuple(set() for _ in range(num_groups))
+        self._present: tuple[dict[BlockHash, BlockHash | None], ...] = tuple({} for _ in range(num_groups))
+        self._storing: tuple[dict[BlockHash, BlockHash | None], ...] = tuple({} for _ in range(num_groups))
+        """Each with the root of its prefix; None: found at the start, and not brought back since."""
         self._offers: list[BlockCopy] = []
         self._restores: dict[int, TransferPlan] = {}
         self._loading: set[tuple[int, BlockHash]] = set()
@@ -113,12 +116,13 @@ class TierDecider:
 
     # Writing
 
-    def offer(self, group: int, block_hashes: Iterable[BlockHash], block_ids: Iterable[int]) -> None:
-        """These blocks hold what their names say, and stay as they are until `take_offers` was carried out."""
+    def offer(self, group: int, block_hashes: Iterable[BlockHash], block_ids: Iterable[int], root: BlockHash | None = None) -> None:
+        """These blocks, of a prefix behind `root`, hold what their names say, and stay as they are until `take_offers` was carried
+        out."""
         present, storing = self._present[group], self._storing[group]
         for block_hash, block_id in zip(block_hashes, block_ids, strict=True):
             if block_hash not in present and block_hash not in storing:
-                storing.add(block_hash)
+                storing[block_hash] = root
                 self._offers.append(BlockCopy(block_hash, group, block_id))
 
     def take_offers(self) -> TransferPlan | None:
@@ -129,20 +133,28 @@ class TierDecider:
         plan, self._offers = TransferPlan(self._num_plans, tuple(self._offers)), []
         return plan
 
-    def stored(self, names: Iterable[bytes]) -> None:
+    def stored(self, names: Iterable[bytes]) -> Owned:
+        """Returns what was not known to be there."""
+        new = {}
         for name in names:
             group, block_hash = parse_name(name)
             if group < len(self._present):
-                self._storing[group].discard(block_hash)
-                self._present[group].add(block_hash)
+                root = self._storing[group].pop(block_hash, None)
+                if block_hash not in self._present[group]:
+                    new[block_hash] = self._present[group][block_hash] = root
+        return new
 
-    def lost(self, names: Iterable[bytes]) -> None:
-        """No longer in the tier, or never arrived."""
+    def lost(self, names: Iterable[bytes]) -> tuple[Owned, Owned]:
+        """Returns what is no longer in the tier, and what has never arrived."""
+        gone: Owned = {}
+        missed: Owned = {}
         for name in names:
             group, block_hash = parse_name(name)
             if group < len(self._present):
-                self._storing[group].discard(block_hash)
-                self._present[group].discard(block_hash)
+                for place, out in ((self._present[group], gone), (self._storing[group], missed)):
+                    if block_hash in place:
+                        out[block_hash] = place.pop(block_hash)
+        return gone, missed
 
     def keeps(self, group: int, block_hash: BlockHash) -> bool:
         """In the tier, or on its way."""
@@ -196,6 +208,9 @@ class TierDecider:
         )
         self._restores[plan.plan_id] = plan
         self._loading.update(restore.missing)
+        for group, block_hash in restore.missing:
+            if block_hash in self._present[group]:
+                self._present[group][block_hash] = restore.root
         return plan
 
     def complete(self, plan_id: int) -> TransferPlan:
@@ -220,6 +235,6 @@ class TierDecider:
         assert len(pinned) == len(set(pinned))
         assert len(self._loading) == len(pinned)
         for present, storing in zip(self._present, self._storing, strict=True):
-            assert not present & storing
+            assert not present.keys() & storing.keys()
         for copy in self._offers:
             assert copy.block_hash in self._storing[copy.group]

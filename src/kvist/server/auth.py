@@ -35,6 +35,12 @@ def salt_of(request: Request, client_salt: str | None) -> str:
     return (client_salt or "") if caller is None or not caller.isolated else caller.key.salt(client_salt or "")
 
 
+def key_of(request: Request) -> bytes | None:
+    """What tells callers apart: the digest of the key; None on a server without keys."""
+    caller: Caller | None = request.scope.get(CALLER)
+    return None if caller is None else caller.key.digest
+
+
 def is_isolated(request: Request) -> bool:
     """Whether the caller has a key of its own, and with it prefixes that nobody else sees."""
     caller: Caller | None = request.scope.get(CALLER)

@@ -14,13 +14,14 @@ from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from kvist.errors import InvalidRequestError, KvistError
 from kvist.kv.hints import KVHints
-from kvist.server.auth import is_isolated, salt_of
+from kvist.server.auth import is_isolated, key_of, salt_of
 from kvist.server.body import read_body
 from kvist.server.chat import render
+from kvist.server.following import FollowedStream
 from kvist.server.protocol import ChatRequest, parse_request
 from kvist.server.state import ServerState, state_of
 
@@ -148,25 +149,24 @@ async def events(
     limit: Limit = 100,
     follow: bool = False,
 ) -> Response:
-    """What happened to blocks from event `since` on; with `follow` as server-sent events until the client leaves."""
+    """What happened to blocks from event `since` on; with `follow` as server-sent events until the client leaves (8 such
+    streams to a key, 64 in all; more get 429)."""
     state = state_of(request)
     ask = partial(state.engine.ask_kv, "events", salt=scope_of(request, cache_salt), limit=limit)
-    if not follow:
-        return JSONResponse(await ask(since=since))
-    return StreamingResponse(_follow(state, request, ask, since), media_type="text/event-stream")
+    first = await ask(since=since)
+    return FollowedStream(_follow(state, request, ask, first), state.followers, key_of(request)) if follow else JSONResponse(first)
 
 
-async def _follow(state: ServerState, request: Request, ask: Any, since: int) -> AsyncIterator[str]:
+async def _follow(state: ServerState, request: Request, ask: Any, found: dict[str, Any]) -> AsyncIterator[str]:
     yield ": following\n\n"
     while state.life.ready and not await request.is_disconnected():
-        try:
-            found = await ask(since=since)
-        except KvistError:
-            return
-        since = found["next"]
         for event in found["events"]:
             yield f"data: {json.dumps(event)}\n\n"
         await asyncio.sleep(FOLLOW_SECONDS)
+        try:
+            found = await ask(since=found["next"])
+        except KvistError:
+            return
 
 
 async def _token_ids(state: ServerState, body: PromptRequest) -> list[int]:

@@ -16,6 +16,7 @@ from kvist.errors import ContextLengthError
 from kvist.server.abilities import Abilities
 from kvist.server.client import EngineClient
 from kvist.server.failures import unknown_model
+from kvist.server.following import Followers
 from kvist.server.life import Life
 from kvist.server.logprobs import TokenLabels
 from kvist.server.metrics import Metrics
@@ -37,6 +38,7 @@ class ServerState:
     abilities: Abilities
     created: int = field(default_factory=lambda: int(time.time()))
     life: Life = field(default_factory=Life)
+    followers: Followers = field(default_factory=Followers)
     _longest_token: int | None = None
 
     async def check_size(self, num_characters: int, param: str) -> None:

@@ -25,7 +25,7 @@ from kvist.store import segments
 from kvist.store.files import Files
 from kvist.store.recovery import lock_folder, recover
 from kvist.store.segments import RECORD_HEADER, SEGMENT_HEADER, TRAILER, Entry
-from kvist.store.tier import Item, StoreStats
+from kvist.store.tier import Item, Loss, StoreStats
 
 MIN_SEGMENTS = 8
 """Of a full tier: the part that one eviction takes is no larger than this share."""
@@ -88,7 +88,7 @@ class DiskStore:
         self._index: dict[bytes, tuple[_Segment, Entry]] = {}
         self._segments: list[_Segment] = []
         self._active: _Active | None = None
-        self._lost: list[bytes] = []
+        self._lost: dict[bytes, Loss] = {}
         self._counts = _Counts()
         self._clock = self._number = self._failures = 0
         self._closed = False
@@ -105,9 +105,9 @@ class DiskStore:
         with self._lock:
             return list(self._index)
 
-    def take_lost(self) -> list[bytes]:
+    def take_lost(self) -> dict[bytes, Loss]:
         with self._lock:
-            lost, self._lost = self._lost, []
+            lost, self._lost = self._lost, {}
         return lost
 
     def stats(self) -> StoreStats:
@@ -154,7 +154,8 @@ class DiskStore:
                 if not renamed and segment in self._segments:
                     # Somebody else removed the file.
                     self._counts.damaged += len(segment.entries)
-                    self._forget(segment)
+                    self._forget_entries(segment, "damaged")
+                    self._segments.remove(segment)
             if renamed:
                 self._read_segment(segment, wanted, results)
             return
@@ -181,7 +182,7 @@ class DiskStore:
         with self._lock:
             if self._index.get(entry.name) == (segment, entry):
                 del self._index[entry.name], segment.entries[entry.name]
-                self._lost.append(entry.name)
+                self._lost[entry.name] = "failed" if failed else "damaged"
                 self._counts.read_errors += failed
                 self._counts.damaged += not failed
         return False
@@ -282,7 +283,7 @@ class DiskStore:
         except OSError as error:
             self._failed(error)
             self._retire(active)
-            self._drop(active.segment)
+            self._drop(active.segment, "failed")
             return False
         return True
 
@@ -328,15 +329,15 @@ class DiskStore:
                 return False
             oldest = min(candidates, key=lambda segment: segment.last_use)
             self._counts.evicted += len(oldest.entries)
-            if not self._drop(oldest):
+            if not self._drop(oldest, "evicted"):
                 stuck.add(oldest)
         return True
 
-    def _drop(self, segment: _Segment) -> bool:
+    def _drop(self, segment: _Segment, why: Loss) -> bool:
         """Forget all that a segment holds and remove it. Its bytes count until the file is gone."""
         try:
             with self._lock:
-                self._forget_entries(segment)
+                self._forget_entries(segment, why)
                 with contextlib.suppress(FileNotFoundError):
                     self._files.unlink(segment.path)
                 if segment in self._segments:
@@ -346,15 +347,11 @@ class DiskStore:
             return False
         return True
 
-    def _forget(self, segment: _Segment) -> None:
-        self._forget_entries(segment)
-        self._segments.remove(segment)
-
-    def _forget_entries(self, segment: _Segment) -> None:
+    def _forget_entries(self, segment: _Segment, why: Loss) -> None:
         for name in segment.entries:
             if name in self._index and self._index[name][0] is segment:
                 del self._index[name]
-                self._lost.append(name)
+                self._lost[name] = why
         segment.entries = {}
 
     def _failed(self, error: OSError) -> None:
@@ -387,4 +384,4 @@ class DiskStore:
         if found.foreign:
             self._warn(f"The disk tier removed {found.foreign} segments of another format from {self._folder}.")
         self._make_room(0)
-        self._counts.found, self._counts.evicted, self._lost = len(self._index), 0, []
+        self._counts.found, self._counts.evicted, self._lost = len(self._index), 0, {}

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 Item = tuple[bytes, memoryview]
 """A name and its payload, or the memory that the payload is to be read into."""
+Loss = Literal["evicted", "damaged", "failed", "dropped"]
+"""Why a payload is not there: its place was needed, its bytes are not what they were, reading or writing failed, or writing could
+not keep up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ class BlockStore(Protocol):
     def get(self, items: Sequence[Item]) -> list[bool]:
         """Read into the given memory, and say for each whether the bytes are the right ones; otherwise the memory holds rubbish."""
 
-    def take_lost(self) -> list[bytes]:
-        """The names that were dropped since the last call, for whatever reason."""
+    def take_lost(self) -> dict[bytes, Loss]:
+        """The names that were dropped since the last call, and why."""
 
     def stats(self) -> StoreStats: ...
 
