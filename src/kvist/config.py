@@ -107,6 +107,7 @@ class EngineOptions:
     eviction_policy: str | None = None
     """None: density, where there is a choice (paged blocks)."""
     kv_pin_budget: float = 0.25
+    kv_priority_budget: float = 0.5
     num_threads: int | None = None
     pin_threads: bool = False
     isa: Isa = "auto"
@@ -167,6 +168,7 @@ class EngineConfig:
     watermark: float
     eviction_policy: str
     kv_pin_budget: float
+    kv_priority_budget: float
     isa: str
     profile: str
     num_threads: int
@@ -226,6 +228,11 @@ def check_options(options: EngineOptions) -> None:
         raise ConfigError(f"watermark is the share of the pool kept free, in [0, 1), not {options.watermark!r}.")
     if not (isinstance(options.kv_pin_budget, (int, float)) and 0.0 <= options.kv_pin_budget < 1.0):
         raise ConfigError(f"kv_pin_budget is the share of the pool that may be pinned, in [0, 1), not {options.kv_pin_budget!r}.")
+    if not (isinstance(options.kv_priority_budget, (int, float)) and 0.0 < options.kv_priority_budget <= 1.0):
+        raise ConfigError(
+            "kv_priority_budget is the share of the pool for prefixes of raised priority, above 0 and at most 1, not "
+            f"{options.kv_priority_budget!r}."
+        )
     if options.seed is not None and (not isinstance(options.seed, int) or isinstance(options.seed, bool)):
         raise ConfigError(f"seed must be a whole number, not {options.seed!r}.")
     if options.kv_allocator == "contiguous" and options.enable_prefix_caching and options.use_cache:
@@ -289,6 +296,7 @@ def resolve(
         watermark=options.watermark,
         eviction_policy=options.eviction_policy or EVICTION_POLICIES[0],
         kv_pin_budget=options.kv_pin_budget,
+        kv_priority_budget=options.kv_priority_budget,
         isa=isa,
         profile=profile,
         num_threads=num_threads,

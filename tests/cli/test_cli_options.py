@@ -58,6 +58,7 @@ def test_every_engine_option_has_its_flag() -> None:
         "kv_allocator": (["--kv-allocator", "paged"], "paged"),
         "eviction_policy": (["--eviction-policy", "lru"], "lru"),
         "kv_pin_budget": (["--kv-pin-budget", "0.1"], 0.1),
+        "kv_priority_budget": (["--kv-priority-budget", "0.2"], 0.2),
         "num_threads": (["--num-threads", "1"], 1),
         "pin_threads": (["--pin-threads"], True),
         "isa": (["--isa", "numpy"], "numpy"),

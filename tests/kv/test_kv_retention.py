@@ -157,6 +157,79 @@ def test_the_budget_is_enforced_when_a_request_is_queued() -> None:
         Drive(12, enable_prefix_caching=False).open(prompt(1), priority=60)
 
 
+def test_what_is_pinned_or_promised_already_is_charged_once() -> None:
+    drive = Drive(12, pin_budget=0.5)
+    taken = drive.manager.pins
+    drive.serve(prompt(1, 4), pin=True)
+    same, twin = drive.open(prompt(1, 4), pin=True), drive.open(prompt(1, 4), pin=True)
+    assert taken.num_taken == 4
+    longer = drive.open(prompt(1, 5), pin=True)
+    assert (taken.num_taken, drive.manager.num_pinned_blocks) == (5, 4)
+    with pytest.raises(InvalidRequestError, match="2 blocks, and of the 6 that may be pinned 1 are left"):
+        drive.open(prompt(2, 2), pin=True)
+    root, hashes = drive.manager.hashes_of(prompt(1, 4), "")
+    blocks = drive.manager.cached(hashes)
+    taken.check_prefix(blocks)
+    assert drive.manager.keeper.withdraw(root, blocks) == 4
+    assert (taken.num_taken, drive.manager.num_pinned_blocks) == (5, 0), "the open requests still count on them"
+    taken.check_prefix(blocks)
+    drive.manager.keeper.claim(root, blocks, KVHints(pin=True))
+    assert (taken.num_taken, drive.manager.num_pinned_blocks) == (5, 4)
+    for request, left in ((longer, 4), (same, 4), (twin, 4)):
+        drive.manager.free(request)
+        assert taken.num_taken == left
+    assert drive.serve(prompt(1, 6), pin=True) == 16
+    assert (taken.num_taken, drive.manager.num_pinned_blocks) == (6, 6)
+    drive.manager.check_invariants()
+
+
+def test_of_a_pin_in_several_groups_what_is_pinned_already_is_charged_once() -> None:
+    manager = KVManager(make_spec(None, None, block_size=SIZE), 24, watermark=0.0, pin_budget=0.5)
+    for number in range(3):
+        request = make_request(str(number), prompt(1, 5), 1)
+        request.kv = KVHints(pin=True)
+        manager.add(request)
+        match = manager.match(request)
+        manager.attach(request, match)
+        request.num_computed_tokens = match.num_tokens
+        assert manager.allocate(request, request.num_tokens - match.num_tokens)
+        request.num_computed_tokens = request.num_tokens
+        manager.commit(request)
+        manager.free(request)
+        assert (manager.pins.num_taken, manager.num_pinned_blocks) == (10, 10)
+
+
+def test_raised_priorities_share_a_budget_and_the_oldest_give_way() -> None:
+    drive = Drive(12, priority_budget=0.5)
+    retention, log = drive.manager.keeper.retention, drive.manager.keeper.events
+    drive.serve(prompt(1), priority=100)
+    drive.serve(prompt(2), priority=60)
+    assert retention.num_raised == 6
+    drive.serve(prompt(3), priority=40)
+    assert retention.num_raised == 6, "a lower priority takes nothing from anybody"
+    drive.serve(prompt(1), priority=100)
+    drive.serve(prompt(4), priority=70)
+    told = [(event.kind, event.reason, len(event.block_hashes)) for event in log.since(0, 100) if event.kind == "withdrawn"]
+    assert told == [("withdrawn", "priority_budget", 3)], "of the second prompt: the first was asked for again"
+    assert sorted(retention.priority(block) for block in retention.raised_blocks()) == [70] * 3 + [100] * 3
+    drive.serve(prompt(5, 8), priority=80)
+    raised = retention.raised_blocks()
+    _, hashes = drive.manager.hashes_of(prompt(5, 8), "")
+    assert sorted(drive.manager.cached(hashes[:6])) == raised, "of what is larger than all of it, the beginning"
+    assert retention.num_raised == 6
+    drive.manager.check_invariants()
+
+
+def test_no_priority_holds_the_cache_against_those_who_ask_for_nothing() -> None:
+    drive = Drive(12, priority_budget=0.5)
+    for name in range(1, 20):
+        drive.serve(prompt(name), priority=100)
+        drive.serve(prompt(99, 2))
+    assert drive.serve(prompt(99, 2)) == 8
+    assert drive.serve(prompt(19)) == 12
+    assert [event.kind for event in drive.manager.keeper.events.since(0, 500)].count("withdrawn") > 10
+
+
 def test_pins_and_open_requests_never_stand_in_each_others_way() -> None:
     drive = Drive(12, pin_budget=0.9)
     drive.serve(prompt(1, 5), pin=True)

@@ -44,6 +44,7 @@ def test_who_owns_a_block_is_known_from_its_offer_or_its_return() -> None:
     found = name_of(0, C)
     assert tier.stored([found]) == {C: None}, "found at the start"
     tier.offer(0, [A, B], [7, 8], root)
+    tier.take_offers()
     assert tier.stored([name_of(0, A)]) == {A: root}
     assert tier.stored([name_of(0, A)]) == {}, "that is no news"
     assert tier.lost([name_of(0, A), name_of(0, B)]) == ({A: root}, {B: root}), "one is gone, the other never came"

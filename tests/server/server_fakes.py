@@ -22,6 +22,7 @@ import uvicorn
 from kvist.config import EngineConfig, EngineOptions, ModelConfig, resolve
 from kvist.engine.admission import check_request
 from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
+from kvist.engine.tiers import TierSnapshot
 from kvist.errors import EngineStoppedError, InvalidRequestError
 from kvist.kv.hints import KVHints
 from kvist.request import OutputDelta, RequestEvent, RequestUsage, SamplingParams, TokenLogprob
@@ -107,7 +108,7 @@ class FakeSnapshot:
     batch_requests: HistogramSnapshot = NO_STEPS[BATCH_REQUESTS]
     kv_bytes: Mapping[str, int] = field(default_factory=lambda: {"held": 4096, "used": 3072})
     fragmentation: Mapping[str, float] = field(default_factory=lambda: {"internal": 0.25, "external": 0.0})
-    tier: None = None
+    tier: TierSnapshot | None = None
 
 
 @dataclass
@@ -132,6 +133,7 @@ class FakeEngine:
     prompts: list[list[int]] = field(default_factory=list)
     template_arguments: list[dict[str, Any]] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=lambda: {"computed": 0, "prefix_hit": 0})
+    tier: TierSnapshot | None = None
 
     def __post_init__(self) -> None:
         self._prefixes: set[tuple[int, ...]] = set()
@@ -171,7 +173,9 @@ class FakeEngine:
     def snapshot(self) -> FakeSnapshot:
         blocks = {"free": self.config.num_kv_blocks - self.running, "cached": 0, "live": self.running}
         queries = sum(self.sources.values())
-        return FakeSnapshot(self.running, self.waiting, blocks, dict(self.sources), self.generated, queries, steps=self.generated)
+        return FakeSnapshot(
+            self.running, self.waiting, blocks, dict(self.sources), self.generated, queries, steps=self.generated, tier=self.tier
+        )
 
     async def ask_kv(self, question: str, **details: Any) -> Any:
         raise InvalidRequestError("The fake engine keeps no blocks.")

@@ -9,6 +9,11 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from server_fakes import FakeEngine, serving
+
+from kvist.engine.tiers import TierSnapshot
+from kvist.kv.tiers import TierRates
+from kvist.store.tier import StoreStats
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 
@@ -19,8 +24,10 @@ def expressions() -> list[str]:
     return found + [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
 
 
-def test_every_expression_names_series_that_exist_and_every_series_is_shown(client: httpx.Client) -> None:
-    families = list(text_string_to_metric_families(client.get("/metrics").text))
+def test_every_expression_names_series_that_exist_and_every_series_is_shown() -> None:
+    engine = FakeEngine(tier=TierSnapshot("disk", StoreStats(), 0, 0, 0, TierRates()))
+    with serving(engine) as server:
+        families = list(text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text))
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     names |= {f"{family.name}_bucket" for family in families if family.type == "histogram"}
     asked = {name for text in expressions() for name in re.findall(r"kvist:\w+", text)}

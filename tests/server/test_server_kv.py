@@ -119,6 +119,12 @@ def test_pins_come_with_a_request_or_later_and_are_withdrawn(client: httpx.Clien
     assert ask(client, "stats")["pinned_blocks"] == 2
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "kv": {"priority": 80, "ttl": 60}}
     assert client.post(CHAT, json=chat).status_code == 200
+    complete(client, ids(30, 2), kv={"priority": 80})
+    complete(client, ids(30, 2), kv={"pin": True})
+    complete(client, ids(30, 2), kv={"pin": True})
+    stats = ask(client, "stats")
+    assert (stats["pinned_blocks"], stats["pin_budget_blocks"], stats["priority_budget_blocks"]) == (4, 6, 12)
+    assert stats["raised_blocks"] > 0
     for wrong, param in (({"ttl": 5}, "kv.ttl"), ({"priority": 101}, "kv.priority"), ({"pins": True}, None)):
         error = error_of(client.post(COMPLETIONS, json={"prompt": "a", "kv": wrong}), 400)
         assert param is None or error["param"] == param
@@ -161,6 +167,56 @@ def test_a_tenant_sees_its_own_only() -> None:
             assert ask(two, "flush", {}) == {"flushed_blocks": 3}
             assert (ask(one, "blocks")["total"], ask(two, "blocks")["total"]) == (5, 0)
             assert httpx.get(f"{server.url}/v1/kv/stats").status_code == 401
+
+
+ONLY_PAGED: list[tuple[str, str, dict[str, Any]]] = [
+    ("GET", "blocks", {}),
+    ("GET", "prefixes", {}),
+    ("GET", "events", {}),
+    ("GET", "events?follow=true", {}),
+    ("POST", "pin", {"prompt": [5] * 20}),
+    ("POST", "flush", {}),
+]
+
+
+@pytest.mark.parametrize("allocator", ["contiguous", "virtual"])
+def test_with_other_allocators_each_route_works_or_says_why_not(allocator: str) -> None:
+    shares = allocator == "virtual"
+    engine = tiny_engine(ISAS[-1], num_kv_blocks=12, kv_allocator=allocator, enable_prefix_caching=shares, watermark=0.0)
+    with serving(AsyncEngine(engine)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        prompt = ids(1, 3)
+        complete(client, prompt)
+        stats = ask(client, "stats")
+        assert (stats["kv_allocator"], stats["enable_prefix_caching"]) == (allocator, shares)
+        assert sum(stats["pool"][part] for part in ("held", "cached", "free")) == stats["pool"]["blocks"] == 12
+        told = ask(client, "explain", {"prompt": prompt})
+        hit, miss = (48, {"reason": "partial_block", "position": 48}) if shares else (0, {"reason": "caching_off", "position": 0})
+        assert (told["hit_tokens"], told["miss"], told["nearest"]) == ({"device": hit, "disk": 0}, miss, None)
+        told = ask(client, "explain", {"prompt": prompt, "cache_salt": "mine"})
+        assert told["miss"]["reason"] == ("other_salt" if shares else "caching_off")
+        for method, path, body in ONLY_PAGED:
+            error = error_of(client.request(method, f"/v1/kv/{path}", json=body if method == "POST" else None), 400)
+            assert f"kv_allocator={allocator}" in error["message"]
+            assert "--kv-allocator paged" in error["message"]
+        refused = client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, "kv": {"priority": 80}})
+        assert error_of(refused, 400)["param"] == "kv"
+        body = {"prompt": [ids(number, 2) for number in range(2, 6)], "max_tokens": 90, "temperature": 0, "ignore_eos": True}
+        count = client.post(COMPLETIONS, json=body).json()["usage"]["kvist"]["preemptions"]
+        assert len(ask(client, "preemptions")["preemptions"]) == count
+        assert (count > 0) == shares, "a reserved span never gives way"
+
+
+def test_without_prefix_caching_the_reason_is_told() -> None:
+    engine = tiny_engine(ISAS[-1], num_kv_blocks=24, enable_prefix_caching=False)
+    with serving(AsyncEngine(engine)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        complete(client, ids(1, 3))
+        assert ask(client, "explain", {"prompt": ids(1, 3)})["miss"] == {"reason": "caching_off", "position": 0}
+        refused = client.post("/v1/kv/pin", json={"prompt": ids(1, 3)})
+        assert "prefix caching is off" in error_of(refused, 400)["message"]
+        assert ask(client, "blocks")["total"] == 0
+        assert ask(client, "prefixes")["prefixes"] == []
+        assert ask(client, "events")["events"] == []
+        assert ask(client, "flush", {}) == {"flushed_blocks": 0}
 
 
 def test_preemptions_are_told_and_a_tenant_sees_its_own() -> None:

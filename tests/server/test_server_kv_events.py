@@ -108,8 +108,9 @@ def test_who_follows_is_counted_to_a_key_and_in_all() -> None:
         )
         complete(one, PROMPT)
         with ExitStack() as streams:
-            for client in (one, one, two):
-                response, line = follow(streams, client)
+            # A reader that is let go of ends its stream.
+            readers = [follow(streams, client) for client in (one, one, two)]
+            for client, (response, line) in zip((one, one, two), readers, strict=True):
                 assert (response.status_code, line()) == (200, ": following")
                 if client is one:
                     assert json.loads(line().removeprefix("data: "))["event"] == "stored"
@@ -123,7 +124,7 @@ def test_who_follows_is_counted_to_a_key_and_in_all() -> None:
             assert followers.num_open == 3
         wait_until(lambda: followers.num_open == 0, "places are given back")
         response, line = follow(stack, three)
-        assert (response.status_code, line()) == (200, ": following")
+        assert (response.status_code, line()) == (200, ": following"), "there is a place again"
 
 
 def test_a_question_that_cannot_be_followed_is_refused_at_once() -> None:

@@ -153,6 +153,13 @@ _ENGINE: dict[str, Any] = {
     "kv_pin_budget": Annotated[
         float, typer.Option(rich_help_panel="Memory", help="Share of the pool that requests may pin (kv.pin); 0 refuses pins.")
     ],
+    "kv_priority_budget": Annotated[
+        float,
+        typer.Option(
+            rich_help_panel="Memory",
+            help="Share of the pool for prefixes of kv.priority above 50; beyond it the oldest are ordinary again.",
+        ),
+    ],
     "num_threads": Annotated[
         int | None,
         typer.Option(

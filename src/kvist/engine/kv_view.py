@@ -18,9 +18,10 @@ from kvist.kv.block import BlockHash
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
 from kvist.kv.memory import KVMemory
-from kvist.kv.prefix import IndexListing
+from kvist.kv.prefix import IndexListing, PrefixMatch
 from kvist.kv.rings import ORDINARY_PRIORITY
 from kvist.kv.uses import UseListing
+from kvist.request import PrefixMiss
 from kvist.sched.preemption import Preemption
 
 
@@ -128,6 +129,10 @@ def _name(block_hash: BlockHash | None) -> BlockHash:
     return block_hash
 
 
+def _round(value: Any) -> Any:
+    return round(value, 3) if isinstance(value, float) else value
+
+
 def _unhex(text: str) -> bytes:
     try:
         return bytes.fromhex(text)
@@ -144,24 +149,36 @@ class KVView:
         self._preemptions = preemptions
 
     def stats(self, now: float, salt: str | None) -> dict[str, Any]:
-        manager = self._paged(now)
-        keeper, usage = manager.keeper, manager.usage()
-        root = self._root(manager, salt)
-        listing = manager.index.listing()
-        own = sum(one is not None for one in listing.root_of) if root is None else listing.root_of.count(root)
-        return {
+        """With any allocator; what only paged memory has is left out with the others."""
+        manager, config = self._manager, self._config
+        manager.advance(now)
+        usage = manager.usage()
+        told = {
+            "kv_allocator": config.kv_allocator,
+            "enable_prefix_caching": manager.enable_prefix_caching,
             "block_size": manager.spec.block_size,
             "bytes_per_block": manager.spec.block_bytes,
             "kv_groups": len(manager.spec.groups),
             "kv_format": manager.spec.kv_format,
-            "eviction_policy": self._config.eviction_policy,
             "pool": {"blocks": usage.total, "held": usage.live, "cached": usage.cached, "free": usage.free},
             "evictions": usage.evictions,
-            "indexed_blocks": own,
-            "pin_budget_blocks": keeper.retention.pin_budget,
-            "pinned_blocks": sum(
-                root is None or manager.index.root_of(block_id) == root for block_id in keeper.retention.pinned_blocks()
-            ),
+        }
+        return told | self._paged_stats(manager, salt) if isinstance(manager, KVManager) else told
+
+    def _paged_stats(self, manager: KVManager, salt: str | None) -> dict[str, Any]:
+        keeper, root, index = manager.keeper, self._root(manager, salt), manager.index
+        retention = keeper.retention
+
+        def own(block_ids: list[int]) -> int:
+            return len(block_ids) if root is None else sum(index.root_of(block_id) == root for block_id in block_ids)
+
+        return {
+            "eviction_policy": self._config.eviction_policy,
+            "indexed_blocks": len(index) if root is None else index.listing().root_of.count(root),
+            "pin_budget_blocks": retention.pin_budget,
+            "pinned_blocks": own(retention.pinned_blocks()),
+            "priority_budget_blocks": retention.priority_budget,
+            "raised_blocks": own(retention.raised_blocks()),
             "next_event": keeper.events.next_number,
         }
 
@@ -177,33 +194,36 @@ class KVView:
     def explain(self, now: float, salt: str, token_ids: list[int], other_salt: str | None) -> dict[str, Any]:
         """How much of a prompt would hit now, and why no more. `other_salt`: the same tenant's, to look there too. Raises
         InvalidRequestError."""
-        manager = self._paged(now)
+        manager = self._manager
+        manager.advance(now)
         if not token_ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
-        keeper, size = manager.keeper, manager.spec.block_size
+        size, limit = manager.spec.block_size, (len(token_ids) - 1) // manager.spec.block_size
         root, hashes = manager.hashes_of(token_ids, salt)
-        limit = (len(token_ids) - 1) // size
         match = manager.index.match(hashes, limit)
-        length = match.num_tokens // size
-        nearest = keeper.nearest(root, token_ids, hashes, size)
-        if length >= limit:
-            miss = {"reason": "partial_block", "position": match.num_tokens}
-        else:
-            found = keeper.explain(root, token_ids, hashes, match.num_tokens, size)
-            miss = {"reason": found.reason, "position": found.position}
-            if found.evicted_ago is not None:
-                miss["evicted_ago"] = round(found.evicted_ago, 3)
-            if found.reason == "never_seen" and other_salt is not None and other_salt != salt:
-                _, others = manager.hashes_of(token_ids, other_salt)
-                if (reach := manager.index.match(others, limit).num_tokens) > match.num_tokens:
-                    miss = {"reason": "other_salt", "position": match.num_tokens, "would_hit": reach}
+        miss = asdict(self._miss(root, token_ids, hashes, match))
+        if miss["reason"] in ("never_seen", "not_found") and other_salt is not None and other_salt != salt:
+            _, others = manager.hashes_of(token_ids, other_salt)
+            if (reach := manager.index.match(others, limit).num_tokens) > match.num_tokens:
+                miss = {"reason": "other_salt", "position": match.num_tokens, "would_hit": reach}
+        nearest = manager.keeper.nearest(root, token_ids, hashes, size) if isinstance(manager, KVManager) else None
         return {
             "prompt_tokens": len(token_ids),
             "hit_tokens": {"device": match.num_tokens, "disk": self._on_disk(manager, hashes, limit) - match.num_tokens},
             "block_size": size,
-            "miss": miss,
+            "miss": {name: _round(value) for name, value in miss.items() if value is not None},
             "nearest": None if nearest is None else asdict(nearest),
         }
+
+    def _miss(self, root: BlockHash, token_ids: list[int], hashes: list[BlockHash], match: PrefixMatch) -> PrefixMiss:
+        manager, size = self._manager, self._manager.spec.block_size
+        if not manager.enable_prefix_caching:
+            return PrefixMiss("caching_off", 0)
+        if match.num_tokens >= (len(token_ids) - 1) // size * size:
+            return PrefixMiss("partial_block", match.num_tokens)
+        if isinstance(manager, KVManager):
+            return manager.keeper.explain(root, token_ids, hashes, match.num_tokens, size)
+        return PrefixMiss("not_found" if manager.usage().evictions else "never_seen", match.num_tokens)
 
     def pin(self, now: float, salt: str, token_ids: list[int], hints: KVHints | None) -> dict[str, Any]:
         """Claim what is cached of a prompt's whole blocks; `hints` None withdraws. Raises InvalidRequestError."""
@@ -214,6 +234,8 @@ class KVView:
         blocks = manager.cached(hashes[:kept])
         if hints is None:
             return {"tokens": kept * manager.spec.block_size, "unpinned_blocks": keeper.withdraw(root, blocks)}
+        if not manager.enable_prefix_caching:
+            raise InvalidRequestError("This server keeps no prefixes (prefix caching is off), so there is nothing to pin.")
         if not blocks:
             raise InvalidRequestError(
                 "Nothing of this prompt is cached, so there is nothing to keep; send it with `kv` in a completion first.",
@@ -273,18 +295,19 @@ class KVView:
     def _paged(self, now: float) -> KVManager:
         if not isinstance(self._manager, KVManager):
             raise InvalidRequestError(
-                f"kv_allocator={self._config.kv_allocator} keeps no blocks that could be told of; serve with --kv-allocator paged.",
-                param=None,
+                f"kv_allocator={self._config.kv_allocator} keeps spans of requests, of whose blocks nothing can be told, kept or "
+                "forgotten; serve with --kv-allocator paged.",
+                code="not_offered",
             )
         self._manager.advance(now)
         return self._manager
 
-    def _root(self, manager: KVManager, salt: str | None) -> BlockHash | None:
+    def _root(self, manager: KVMemory, salt: str | None) -> BlockHash | None:
         return None if salt is None else manager.hashes_of((), salt)[0]
 
-    def _on_disk(self, manager: KVManager, hashes: Sequence[BlockHash], limit: int) -> int:
+    def _on_disk(self, manager: KVMemory, hashes: Sequence[BlockHash], limit: int) -> int:
         """Tokens that device and disk tier hold together."""
         tables = manager.index.tables
-        if manager.tier is not None:
+        if isinstance(manager, KVManager) and manager.tier is not None:
             tables = manager.tier.beside(tables)
         return manager.index.longest(hashes, limit, tables) * manager.spec.block_size

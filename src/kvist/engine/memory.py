@@ -32,6 +32,7 @@ def make_memory(config: EngineConfig, key: bytes) -> Memory:
         eviction_policy=config.eviction_policy,
         tiered=config.disk_tier is not None,
         pin_budget=config.kv_pin_budget,
+        priority_budget=config.kv_priority_budget,
     )
     # A virtual arena gives memory back page by page, which huge pages would prevent.
     return Memory(manager, Arena(num_ids, config.spec.block_bytes, huge_pages=config.kv_allocator != "virtual"))

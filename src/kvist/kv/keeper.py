@@ -19,6 +19,7 @@ from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex
 from kvist.kv.retention import NO_CHANGES, Changes, Retention
 from kvist.kv.rings import ORDINARY_PRIORITY
+from kvist.kv.tiers import BlockCopy, Restore
 from kvist.kv.uses import PrefixUses
 from kvist.request import PrefixMiss
 
@@ -43,12 +44,14 @@ class Nearest:
 
 
 class Keeper:
-    """`pin_budget` is the most blocks that may be pinned at once."""
+    """`pin_budget` is the most blocks that may be pinned at once, `priority_budget` the share of the pool for raised priorities."""
 
-    def __init__(self, num_blocks: int, index: PrefixIndex, eviction_policy: str, pin_budget: int) -> None:
+    def __init__(
+        self, num_blocks: int, index: PrefixIndex, eviction_policy: str, pin_budget: int, priority_budget: float = 0.5
+    ) -> None:
         self.policy = POLICIES[eviction_policy](num_blocks)
         self.pool = BlockPool(num_blocks, self._evict, self.policy)
-        self.retention = Retention(pin_budget)
+        self.retention = Retention(pin_budget, max(1, int(priority_budget * num_blocks)))
         self.events = EventLog(max_event_blocks(num_blocks))
         self.uses = PrefixUses(num_blocks, index)
         self.now = 0.0
@@ -60,18 +63,26 @@ class Keeper:
         self._expired: dict[BlockHash, None] = {}
         """Contents that were evicted thereafter, oldest first."""
 
-    def enter(
-        self, root: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int], *, restored: bool = False
-    ) -> None:
-        """Successive blocks of a sequence have been computed, or `restored` from a tier (which `tell` is to tell), and are in the
-        index now."""
+    def enter(self, root: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
+        """Successive blocks of a sequence have been computed and are in the index now."""
+        self._enter(block_hashes, block_ids)
+        self.events.add(self.now, "stored", "", (root,), block_hashes)
+
+    def enter_restored(self, restore: Restore, copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
+        """A tier has brought what was missing of a prefix, as far as it is `filled`."""
+        brought = {}
+        for copy, parent, good in zip(copies, restore.parents, filled, strict=True):
+            if good and self._index.insert(copy.group, restore.root, parent, [copy.block_hash], [copy.block_id]):
+                self._enter([copy.block_hash], [copy.block_id])
+                brought[copy.block_hash] = restore.root
+        self.tell("stored", "restored", brought)
+
+    def _enter(self, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
         self.pool.mark_cached(block_ids)
         if self._expired:
             for block_hash in block_hashes:
                 self._expired.pop(block_hash, None)
         self.policy.enter(block_ids, self._ghosts.memos(block_hashes) if self.policy.remembers else ())
-        if not restored:
-            self.events.add(self.now, "stored", "", (root,), block_hashes)
 
     def found(self, block_id: int) -> None:
         """A request's hit ends with this block of the first group."""
@@ -93,9 +104,12 @@ class Keeper:
         """Keep these blocks, the first of a prefix first."""
         deadline = None if hints.ttl is None else self.now + hints.ttl
         priority = ORDINARY_PRIORITY if hints.priority is None else hints.priority
-        self._lapsed.difference_update(block_ids)
-        self._carry_out(self.retention.claim(root, block_ids, priority, hints.pin, deadline))
-        self._tell("retained", block_ids)
+        changes = self.retention.claim(root, block_ids, priority, hints.pin, deadline)
+        self._carry_out(changes)
+        kept = [block_id for block_id in block_ids if self.retention.claims(block_id)]
+        self._lapsed.difference_update(kept)
+        self._tell("retained", kept)
+        self._tell("withdrawn", changes.crowded_out, "priority_budget")
 
     def withdraw(self, root: BlockHash, block_ids: Sequence[int]) -> int:
         """End the claims of `root` on these blocks. Returns how many blocks are no longer pinned."""
@@ -168,9 +182,9 @@ class Keeper:
         """What happened to these blocks, each with its root where that is known."""
         self.events.add(self.now, kind, reason, list(blocks.values()), list(blocks), tier)
 
-    def _tell(self, kind: str, block_ids: Sequence[int]) -> None:
+    def _tell(self, kind: str, block_ids: Sequence[int], reason: str = "") -> None:
         named = [(name, self._index.root_of(block_id)) for block_id in block_ids if (name := self._index.hash_of(block_id))]
-        self.events.add(self.now, kind, "", [root for _, root in named], [name for name, _ in named])
+        self.events.add(self.now, kind, reason, [root for _, root in named], [name for name, _ in named])
 
     def _carry_out(self, changes: Changes) -> None:
         if changes is NO_CHANGES:

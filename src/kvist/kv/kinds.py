@@ -32,10 +32,11 @@ def make_kv_memory(
     watermark: float = 0.01,
     eviction_policy: str = "density",
     pin_budget: float = 0.25,
+    priority_budget: float = 0.5,
     tiered: bool = False,
 ) -> tuple[KVMemory, int]:
     """The memory, and how many block ids it hands out (so many blocks an arena must have). `key`, and for paged blocks
-    `eviction_policy`, `pin_budget` and `tiered`: see `KVManager`."""
+    `eviction_policy`, the budgets and `tiered`: see `KVManager`."""
     if allocator == "paged":
         paged = KVManager(
             spec,
@@ -46,6 +47,7 @@ def make_kv_memory(
             eviction_policy=eviction_policy,
             tiered=tiered,
             pin_budget=pin_budget,
+            priority_budget=priority_budget,
         )
         return paged, sizes.num_blocks
     if allocator == "contiguous":

@@ -42,7 +42,8 @@ class _Record(Record):
 class KVManager:
     """`key` names everything but tokens, salt, format and block size that changes KV bytes: the model and the numeric profile
     (see `block.make_key`). `watermark` is the share of the pool that admission leaves free; `eviction_policy` is one of
-    `eviction.POLICIES`; `pin_budget` is the share of the pool that may be pinned. `tiered`: there is a tier behind the device,
+    `eviction.POLICIES`; `pin_budget` is the share of the pool that may be pinned, `priority_budget` that which priorities above the
+    ordinary one may hold. `tiered`: there is a tier behind the device,
     and `tier` holds its books."""
 
     def __init__(
@@ -56,6 +57,7 @@ class KVManager:
         tiered: bool = False,
         eviction_policy: str = "density",
         pin_budget: float = 0.25,
+        priority_budget: float = 0.5,
     ) -> None:
         self._num_groups = len(spec.groups)
         require_a_token(spec, num_blocks)
@@ -70,9 +72,9 @@ class KVManager:
         self._windows = tuple(group.window for group in spec.groups)
         self._has_windows = any(window is not None for window in self._windows)
         self.index = PrefixIndex(num_blocks, self._windows, spec.block_size)
-        self.keeper = Keeper(num_blocks, self.index, eviction_policy, int(pin_budget * num_blocks))
+        self.keeper = Keeper(num_blocks, self.index, eviction_policy, int(pin_budget * num_blocks), priority_budget)
         self._pool = self.keeper.pool
-        self.pins = Pins(spec, num_blocks, self.keeper.retention)
+        self.pins = Pins(spec, num_blocks, self.keeper.retention, self.index)
         self._allocator: Allocator = PagedAllocator(self._pool)
         self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
@@ -200,10 +202,11 @@ class KVManager:
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         if request.kv and not self.enable_prefix_caching:
             raise InvalidRequestError("kv asks to keep a prefix, and this server keeps none (prefix caching is off).", param="kv")
-        self.pins.add(request)
-        self._records[request.request_id] = _Record(
-            self._root(request.cache_salt), self._empty_tables(), let_go=[0] * self._num_groups
-        )
+        record = _Record(self._root(request.cache_salt), self._empty_tables(), let_go=[0] * self._num_groups)
+        if request.kv and request.kv.pin:
+            record.hash_up_to(request, request.num_prompt_tokens // self._block_size, self._block_size)
+        self.pins.add(request, tuple(record.hashes))
+        self._records[request.request_id] = record
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Hold the blocks of a hit; the caller sets `num_computed_tokens` to `match.num_tokens`."""
@@ -265,13 +268,7 @@ class KVManager:
         """Enter what was brought into the prefix index, and let go of the plan's blocks."""
         assert self.tier is not None
         copies = self.tier.complete(plan_id).copies
-        restore = self._restores.pop(plan_id)
-        brought = {}
-        for copy, parent, good in zip(copies, restore.parents, filled, strict=True):
-            if good and self.index.insert(copy.group, restore.root, parent, [copy.block_hash], [copy.block_id]):
-                self.keeper.enter(restore.root, [copy.block_hash], [copy.block_id], restored=True)
-                brought[copy.block_hash] = restore.root
-        self.keeper.tell("stored", "restored", brought)
+        self.keeper.enter_restored(self._restores.pop(plan_id), copies, filled)
         self._pool.release(copy.block_id for copy in reversed(copies))
 
     def swap_out(self, request: Request) -> bool:

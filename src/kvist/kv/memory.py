@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvist.errors import ConfigError
-from kvist.kv.prefix import PrefixMatch
+from kvist.kv.block import BlockHash
+from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec
 from kvist.request import PrefixMiss, Request
 
@@ -119,6 +120,8 @@ class KVMemory(Protocol):
     num_blocks: int
     """Blocks that have physical memory at once."""
     enable_prefix_caching: bool
+    index: PrefixIndex
+    """What can be found; empty without prefix caching."""
 
     @property
     def num_free_blocks(self) -> int: ...
@@ -136,6 +139,9 @@ class KVMemory(Protocol):
 
     def max_request_tokens(self, limit: int) -> int:
         """The most tokens, up to `limit`, that one request alone can have."""
+
+    def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
+        """Root and names of the whole blocks of a prompt."""
 
     def match(self, request: Request) -> PrefixMatch: ...
 

@@ -1,38 +1,54 @@
 """How much may be pinned: the budget, and what pins must leave to the requests that are open.
 
-A request's pin is charged in full when it is queued, so that it is refused then or holds later; what it takes less is given back
-when its prompt has been computed. Pinned blocks are lost to all others, so a pin is refused that would leave too few for an open
-request, and a request that needs more than the pins leave: whoever is queued can finish. Blocks that a request would share
-with a pin count on both sides, which refuses a little too early.
+A request's pin is charged when it is queued, so that it is refused then or holds later; what it takes less is given back when its
+prompt has been computed. Blocks go by their names, so what is pinned already, or promised to another request, is charged once; if a
+pin ends that an open request counts on, its blocks are charged to that request's promise. Pinned blocks are lost to all others, so
+a pin is refused that would leave too few for an open request, and a request that needs more than the pins leave: whoever is queued
+can finish. Blocks that a request would share with a pin count on both sides, which refuses a little too early.
 Invariant: pinned and promised blocks together stay within the budget, and every open request fits beside them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvist.errors import ContextLengthError, InvalidRequestError
+from kvist.kv.block import BlockHash
+from kvist.kv.prefix import PrefixIndex
 from kvist.kv.retention import Retention
 from kvist.kv.spec import KVSpec
 from kvist.request import Request
 
 
 class Pins:
-    def __init__(self, spec: KVSpec, num_blocks: int, retention: Retention) -> None:
+    def __init__(self, spec: KVSpec, num_blocks: int, retention: Retention, index: PrefixIndex) -> None:
         self._spec = spec
         self._num_blocks = num_blocks
         self._retention = retention
+        self._index = index
         self._needs: dict[str, int] = {}
-        self._promised: dict[str, int] = {}
+        self._promises: dict[str, Sequence[BlockHash]] = {}
+        self._promised: Counter[BlockHash] = Counter()
+        """How many open requests want a block of this name pinned, in every group."""
+        self._num_promised: tuple[int, int] | None = None
+        """State of the pins, and how many blocks are promised and not pinned then."""
 
     @property
     def num_taken(self) -> int:
         """Pinned or promised."""
-        return self._retention.num_pinned + sum(self._promised.values())
+        if self._num_promised is None or self._num_promised[0] != self._retention.num_pin_changes:
+            self._num_promised = self._retention.num_pin_changes, sum(map(self._num_unpinned, self._promised))
+        return self._retention.num_pinned + self._num_promised[1]
 
-    def add(self, request: Request) -> None:
-        """Take note of what a request needs, and promise it its pin. Raises InvalidRequestError or ContextLengthError, and then
-        nothing has changed."""
+    def _num_unpinned(self, name: BlockHash) -> int:
+        """Blocks of this name, one a group, that are not pinned."""
+        ids = [self._index.get(group, name) for group in range(self._index.num_groups)]
+        return sum(block_id is None or not self._retention.is_pinned(block_id) for block_id in ids)
+
+    def add(self, request: Request, names: Sequence[BlockHash]) -> None:
+        """Take note of what a request needs, and promise it its pin: `names` are those of its prompt's whole blocks. Raises
+        InvalidRequestError or ContextLengthError, and then nothing has changed."""
         need = self._spec.request_blocks(max(1, request.num_prompt_tokens + request.max_tokens))
         taken = self.num_taken
         if taken and need > self._num_blocks - taken:
@@ -41,23 +57,30 @@ class Pins:
                 "shorten the prompt or max_tokens, or unpin something (POST /v1/kv/pin)."
             )
         if request.kv is not None and request.kv.pin:
-            want = request.num_prompt_tokens // self._spec.block_size * len(self._spec.groups)
+            want = sum(self._num_unpinned(name) for name in names if name not in self._promised)
             # Its own other choices come behind it, and need as much.
             self.check(want, [*self._needs.values(), need if request.sampling_params.n > 1 else 0])
-            self._promised[request.request_id] = want
+            self._promises[request.request_id] = names
+            self._promised.update(names)
+            self._num_promised = None
         self._needs[request.request_id] = need
 
     def settle(self, request_id: str) -> None:
         """The request's pin is in the books of retention now."""
-        self._promised.pop(request_id, None)
+        for name in self._promises.pop(request_id, ()):
+            self._promised[name] -= 1
+            if not self._promised[name]:
+                del self._promised[name]
+            self._num_promised = None
 
     def forget(self, request_id: str) -> None:
-        self._promised.pop(request_id, None)
+        self.settle(request_id)
         self._needs.pop(request_id, None)
 
     def check_prefix(self, block_ids: Sequence[int]) -> None:
         """Raises InvalidRequestError if these cached blocks cannot be pinned."""
-        self.check(self._retention.newly_pinned(block_ids), self._needs.values())
+        new = {block_id for block_id in block_ids if not self._retention.is_pinned(block_id)}
+        self.check(sum(name not in self._promised for name in self._index.names(new)), self._needs.values())
 
     def check(self, want: int, needs: Iterable[int]) -> None:
         budget, taken = self._retention.pin_budget, self.num_taken

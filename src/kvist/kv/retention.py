@@ -2,16 +2,20 @@
 
 A claim covers the blocks of one prefix. A block takes the highest priority among its claims, and is pinned while any of them pins
 it. When a claim ends (its time is up, or it is withdrawn), its blocks are what their other claims make them, ordinary without
-any. This module knows neither tokens, requests nor who holds a block; it says what changed, and the manager carries it out.
+any. Claims that raise a priority without a pin share a budget: a new one beyond it ends the oldest, whoever made them and whatever
+their priority, and one that is larger than all of it covers its first blocks only. Repeating a claim makes it new. This module
+knows neither tokens, requests nor who holds a block; it says what changed, and the manager carries it out.
 Invariants: a block is in `claims of a block` exactly if a claim that has not ended lists it; no claim is covered by another of
-its owner when it is entered; `num_pinned` counts blocks, not claims.
+its owner when it is entered; `num_pinned` and `num_raised` count blocks, not claims, and stay within their budgets.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 from kvist.kv.block import BlockHash
 from kvist.kv.rings import ORDINARY_PRIORITY
@@ -28,6 +32,10 @@ class Claim:
     deadline: float | None
     blocks: set[int]
 
+    @property
+    def raises(self) -> bool:
+        return self.priority > ORDINARY_PRIORITY and not self.pin
+
     def covers(self, other: Claim) -> bool:
         """Whether this one makes the other superfluous."""
         lasts = self.deadline is None or (other.deadline is not None and other.deadline <= self.deadline)
@@ -42,26 +50,38 @@ class Changes:
     priorities: dict[int, int]
     pinned: list[int]
     unpinned: list[int]
+    crowded_out: list[int] = field(default_factory=list)
+    """Blocks that have no claim any more because newer ones took the budget."""
 
 
 NO_CHANGES = Changes({}, [], [])
 
 
 class Retention:
-    """`pin_budget` is the most blocks that may be pinned at once."""
+    """`pin_budget` is the most blocks that may be pinned at once, `priority_budget` the most whose priority may be raised."""
 
-    def __init__(self, pin_budget: int) -> None:
-        self.pin_budget = pin_budget
+    def __init__(self, pin_budget: int, priority_budget: int) -> None:
+        self.pin_budget, self.priority_budget = pin_budget, priority_budget
         self.num_pinned = 0
+        self.num_pin_changes = 0
+        """Grows whenever blocks are pinned or no longer pinned."""
         self.num_expired = 0
         """Claims whose time was up, since the start."""
         self._claims: dict[int, list[Claim]] = {}
         self._deadlines: list[tuple[float, int, Claim]] = []
         self._max_deadlines = MIN_DEADLINES
         self._num_claims = 0
+        self._raising: OrderedDict[Claim, None] = OrderedDict()
+        """The claims that raise a priority, the oldest first."""
+        self._raised: Counter[int] = Counter()
+        """By block, how many claims raise it."""
 
     def __bool__(self) -> bool:
         return bool(self._claims)
+
+    @property
+    def num_raised(self) -> int:
+        return len(self._raised)
 
     def is_pinned(self, block_id: int) -> bool:
         return any(claim.pin for claim in self._claims.get(block_id, ()))
@@ -77,16 +97,17 @@ class Retention:
     def claims(self, block_id: int) -> bool:
         return block_id in self._claims
 
-    def newly_pinned(self, block_ids: Iterable[int]) -> int:
-        """How many blocks a pin of these would add to `num_pinned`."""
-        return sum(not self.is_pinned(block_id) for block_id in set(block_ids))
-
     def claim(self, owner: BlockHash, block_ids: Iterable[int], priority: int, pin: bool, deadline: float | None) -> Changes:
-        """Enter a claim; the caller has seen that a pin is within the budget. Of claims that are repeated, as by every turn of a
-        conversation, one is kept."""
-        claim = Claim(owner, priority, pin, deadline, set(block_ids))
+        """Enter a claim on the blocks of a prefix, the first first; the caller has seen that a pin is within the budget. Of claims
+        that are repeated, as by every turn of a conversation, one is kept."""
+        claim = Claim(owner, priority, pin, deadline, set())
+        claim.blocks.update(islice(dict.fromkeys(block_ids), self.priority_budget if claim.raises else None))
         known = {one for block_id in claim.blocks for one in self._claims.get(block_id, ())}
-        if not claim.blocks or any(one.covers(claim) for one in known):
+        covering = [one for one in known if one.covers(claim)]
+        if not claim.blocks or covering:
+            for one in covering:
+                if one in self._raising:
+                    self._raising.move_to_end(one)
             return NO_CHANGES
         changes = Changes({}, [], [])
         for block_id in sorted(claim.blocks):
@@ -96,13 +117,42 @@ class Retention:
             self._claims.setdefault(block_id, []).append(claim)
             if self.priority(block_id) != before:
                 changes.priorities[block_id] = self.priority(block_id)
-        self.num_pinned += len(changes.pinned)
+        self._count_pins(len(changes.pinned))
         self._end(one for one in known if claim.covers(one))
+        if claim.raises:
+            self._raising[claim] = None
+            self._raised.update(claim.blocks)
+            self._make_room(changes)
         if deadline is not None:
             self._num_claims += 1
             heapq.heappush(self._deadlines, (deadline, self._num_claims, claim))
             self._forget_deadlines()
         return changes
+
+    def _make_room(self, changes: Changes) -> None:
+        """End the oldest of the claims that raise a priority until all are within the budget, which the newest alone is."""
+        ended: list[Claim] = []
+        blocks: set[int] = set()
+        while len(self._raised) > self.priority_budget:
+            claim = next(iter(self._raising))
+            blocks |= claim.blocks
+            self._lower(claim)
+            ended.append(claim)
+        changes.priorities.update(self._end(ended).priorities)
+        changes.crowded_out += sorted(block_id for block_id in blocks if block_id not in self._claims)
+
+    def _lower(self, claim: Claim) -> None:
+        """The claim raises nothing any more."""
+        if claim in self._raising:
+            del self._raising[claim]
+            self._raised.subtract(claim.blocks)
+            for block_id in claim.blocks:
+                if not self._raised[block_id]:
+                    del self._raised[block_id]
+
+    def _count_pins(self, change: int) -> None:
+        self.num_pinned += change
+        self.num_pin_changes += change != 0
 
     def withdraw(self, owner: BlockHash, block_ids: Iterable[int]) -> Changes:
         """End the owner's claims that cover any of these blocks, whole claims at a time."""
@@ -131,6 +181,9 @@ class Retention:
             for claim in self._claims.pop(block_id, ()):
                 assert not claim.pin, f"block {block_id} is pinned and evicted"
                 claim.blocks.discard(block_id)
+                if not claim.blocks:
+                    self._raising.pop(claim, None)
+            self._raised.pop(block_id, None)
 
     def _forget_deadlines(self) -> None:
         """Of claims that ended before their time, once they are most of all."""
@@ -142,6 +195,7 @@ class Retention:
     def _end(self, ended: Iterable[Claim]) -> Changes:
         changes = Changes({}, [], [])
         for claim in ended:
+            self._lower(claim)
             blocks, claim.blocks = sorted(claim.blocks), set()
             for block_id in blocks:
                 before, was_pinned = self.priority(block_id), self.is_pinned(block_id)
@@ -153,17 +207,24 @@ class Retention:
                     changes.unpinned.append(block_id)
                 if self.priority(block_id) != before:
                     changes.priorities[block_id] = self.priority(block_id)
-        self.num_pinned -= len(changes.unpinned)
+        self._count_pins(-len(changes.unpinned))
         return changes
 
     def claimed(self) -> list[int]:
         return sorted(self._claims)
+
+    def raised_blocks(self) -> list[int]:
+        return sorted(self._raised)
 
     def pinned_blocks(self) -> list[int]:
         return sorted(block_id for block_id in self._claims if self.is_pinned(block_id))
 
     def check_invariants(self) -> None:
         assert self.num_pinned == len(self.pinned_blocks()) <= self.pin_budget
+        raised = Counter(block_id for block_id, claims in self._claims.items() for claim in claims if claim.raises)
+        assert raised == self._raised
+        assert self.num_raised <= self.priority_budget
+        assert self._raising.keys() == {claim for claims in self._claims.values() for claim in claims if claim.raises}
         for block_id, claims in self._claims.items():
             assert claims
             assert all(block_id in claim.blocks for claim in claims)

@@ -11,11 +11,11 @@ Invariants: entry i of a request's table for group g is `starts[g] + i`, or 0 if
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvist.errors import InvalidRequestError
-from kvist.kv.block import root_hash
+from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, require_a_token
 from kvist.kv.names import Record, is_being_computed, most_blocks, no_match, plain_miss
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
@@ -51,7 +51,7 @@ class SpanManager:
         self._key = key
         self._block_size = spec.block_size
         self._windows = tuple(group.window for group in spec.groups)
-        self._index = PrefixIndex(spans.num_ids if enable_prefix_caching else 0, self._windows, spec.block_size)
+        self.index = PrefixIndex(spans.num_ids if enable_prefix_caching else 0, self._windows, spec.block_size)
         self._records: dict[str, _Record] = {}
         self._copies: list[tuple[int, int]] = []
         self._evictions = 0
@@ -77,13 +77,17 @@ class SpanManager:
     def max_request_tokens(self, limit: int) -> int:
         return self.spec.max_span_tokens(self.num_blocks, limit)
 
+    def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
+        root = root_hash(self._key, self.spec.kv_format, self._block_size, salt)
+        return root, prompt_hashes(root, token_ids, self._block_size)
+
     def match(self, request: Request) -> PrefixMatch:
         record = self._records[request.request_id]
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return self.no_match()
         limit = most_blocks(request, self._block_size)
         record.hash_up_to(request, limit, self._block_size)
-        return self._index.match(record.hashes, limit)
+        return self.index.match(record.hashes, limit)
 
     def no_match(self) -> PrefixMatch:
         return no_match(len(self._windows))
@@ -178,7 +182,7 @@ class SpanManager:
         for group, table in enumerate(record.tables):
             start = record.num_committed
             parent = record.hashes[start - 1] if start else record.root
-            self._index.insert(group, record.root, parent, record.hashes[start:full], table[start:full])
+            self.index.insert(group, record.root, parent, record.hashes[start:full], table[start:full])
         record.num_committed = full
 
     def trim(self, request: Request) -> None:
@@ -264,7 +268,7 @@ class SpanManager:
             block
             for start, begin in zip(span.starts, span.begin, strict=True)
             for block in range(begin, min(span.end, record.num_committed))
-            if self._index.hash_of(start + block) is not None
+            if self.index.hash_of(start + block) is not None
         ]
         return (min(named), max(named) + 1) if named else (0, 0)
 
@@ -276,13 +280,13 @@ class SpanManager:
     def _unname(self, start: int, first: int, last: int) -> None:
         if self.enable_prefix_caching:
             for block_id in range(start + first, start + last):
-                if self._index.hash_of(block_id) is not None:
-                    self._index.remove([block_id])
+                if self.index.hash_of(block_id) is not None:
+                    self.index.remove([block_id])
 
     def check_invariants(self) -> None:
         """Walk everything; O(ids)."""
         self._spans.check_invariants()
-        self._index.check_invariants()
+        self.index.check_invariants()
         for record in self._records.values():
             if record.span is None:
                 assert not record.tables[0]

@@ -56,7 +56,7 @@ class PrefixUses:
         parents = index.parents(block_ids)
         if parents[:-1] == index.names(block_ids[1:]):
             # Mostly it is one tail: what is noted in it goes past all of it at once.
-            moves = [(noted, index.get(0, parents[-1]))]
+            moves: list[tuple[Sequence[int], int | None]] = [(noted, index.get(0, parents[-1]))]
         else:
             moves = self._one_by_one(noted, set(block_ids))
         for sources, target in moves:
