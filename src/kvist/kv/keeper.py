@@ -84,14 +84,15 @@ class Keeper:
                 self._expired.pop(block_hash, None)
         self.policy.enter(block_ids, self._ghosts.memos(block_hashes) if self.policy.remembers else ())
 
-    def found(self, block_id: int) -> None:
-        """A request's hit ends with this block of the first group."""
-        self.uses.found(block_id, self.now)
+    def found(self, hashes: Sequence[BlockHash], num_found: int) -> None:
+        """A request's hit is the first so many of these blocks."""
+        if (block_id := self._index.get(0, hashes[num_found - 1])) is not None:
+            self.uses.found(block_id, hashes[0], self.now)
 
-    def left(self, last: BlockHash) -> None:
-        """A request lets go of a prefix that ends with the block of this name."""
-        if (block_id := self._index.get(0, last)) is not None:
-            self.uses.left(block_id, self.now)
+    def left(self, hashes: Sequence[BlockHash], num_found: int, num_blocks: int) -> None:
+        """A request lets go of so many blocks, of which it had found some."""
+        if (block_id := self._index.get(0, hashes[num_blocks - 1])) is not None:
+            self.uses.left(block_id, hashes[0], hashes[num_found - 1] if 0 < num_found < num_blocks else None, self.now)
 
     def advance(self, now: float) -> None:
         self.now = now

@@ -216,9 +216,9 @@ class KVManager:
             self._pool.share(ids[first:])
             record.tables[group].extend(ids)
             record.let_go[group] = first
-        record.num_committed = match.num_tokens // self._block_size
-        if record.num_committed and not request.num_preemptions and match.first_blocks[0] < record.num_committed:
-            self.keeper.found(match.block_ids[0][-1])
+        record.num_found = record.num_committed = match.num_tokens // self._block_size
+        if record.num_found and not request.num_preemptions:
+            self.keeper.found(record.hashes, record.num_found)
 
     def allocate(self, request: Request, num_new_tokens: int) -> bool:
         """Make room for the rows [num_computed_tokens, + num_new_tokens); False, and nothing changed, if the pool has too few."""
@@ -310,7 +310,7 @@ class KVManager:
         """Take all blocks back from a request that goes on later. Returns how many became free."""
         record = self._records[request.request_id]
         if record.num_committed:
-            self.keeper.left(record.hashes[record.num_committed - 1])
+            self.keeper.left(record.hashes, record.num_found, record.num_committed)
         freed = self._give_back(record, [len(record.tables[0])] * self._num_groups)
         # New tables, not cleared ones: the step that is under way may still read the old ones.
         record.tables = self._empty_tables()

@@ -23,6 +23,8 @@ class Record:
     tables: tuple[array[int], ...]
     hashes: list[BlockHash] = field(default_factory=list)
     hasher: Hasher = field(init=False)
+    num_found: int = 0
+    """Leading blocks that the request's last hit covered."""
     num_committed: int = 0
     """Leading blocks that have been offered to the index, or came from it."""
 
