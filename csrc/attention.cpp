@@ -61,13 +61,14 @@ QueryBlock block_of(const AttentionLayer& layer, const StepBatch& batch, const G
   return {layer, table.block_table + item.sequence * table.max_blocks, batch.positions + item.row, scratch.q, scratch.stride, item.rows, item.kv_head};
 }
 
+template <class Kv>
 QueryBlock scale_queries(const AttentionLayer& layer, const StepBatch& batch, const GroupTable& table, const Item& item, const float* qkv,
                          const Scratch& scratch) {
   const QueryBlock block = block_of(layer, batch, table, item, scratch);
   const long width = (layer.heads + 2L * layer.kv_heads) * layer.dim;
   for (int v = 0; v < block.vectors(); ++v) {
     const float* from = qkv + (item.row + v / block.ratio()) * width + (item.kv_head * block.ratio() + v % block.ratio()) * layer.dim;
-    for (int d = 0; d < layer.dim; d += 16) store(scratch.q + v * scratch.stride + d, mul(load(from + d), set1(layer.scale)));
+    for (int d = 0; d < layer.dim; d += 16) Kv::keep_query(scratch.q + v * scratch.stride, d, mul(load(from + d), set1(layer.scale)));
   }
   return block;
 }
@@ -93,7 +94,7 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
     pool.run(static_cast<long>(items.size()), [&](long i, int thread) {
       const Item& item = items[static_cast<size_t>(i)];
       const Scratch scratch = scratch_of(thread);
-      const QueryBlock block = scale_queries(layer, batch, table, item, qkv, scratch);
+      const QueryBlock block = scale_queries<Kv>(layer, batch, table, item, qkv, scratch);
       const QueryBlock after = block_of(layer, batch, table, items[std::min(static_cast<size_t>(i) + threads, items.size() - 1)], scratch);
       scratch.total.clear(block.vectors());
       for (int p = block.first_key() / kPartition; p <= block.last_key() / kPartition; ++p) {
@@ -112,7 +113,7 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
     const int p = static_cast<int>(i % partitions);
     if (p * kPartition > last_key(item)) return;
     const Scratch scratch = scratch_of(thread);
-    const QueryBlock block = scale_queries(layer, batch, table, item, qkv, scratch);
+    const QueryBlock block = scale_queries<Kv>(layer, batch, table, item, qkv, scratch);
     attend_partition<Kv>(block, p, nullptr, scratch.part);
     for (int v = 0; v < block.vectors(); ++v) {
       float* to = partials + (out_of(item, v) * partitions + p) * record;
@@ -165,7 +166,7 @@ void rope_write(ThreadPool& pool, const StepBatch& batch, const GroupTable& tabl
 void attend(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch& batch, const GroupTable& table, const AttentionLayer& layer,
             const float* qkv, float* out) {
   switch (layer.format) {
-    case KvFormat::bf16: return attend_format<Bf16Kv>(pool, buffers, batch, table, layer, qkv, out);
+    case KvFormat::bf16: return attend_format<AttendedBf16>(pool, buffers, batch, table, layer, qkv, out);
     case KvFormat::f16: return attend_format<PlainKv<uint16_t>>(pool, buffers, batch, table, layer, qkv, out);
     case KvFormat::f32: return attend_format<PlainKv<float>>(pool, buffers, batch, table, layer, qkv, out);
   }

@@ -69,8 +69,8 @@ template <class Kv, int Q, class Tile>
 void score_tile(const float* q, long stride, const Tile& keys, int dim, float (*scores)[kSpan]) {
   F acc[Q];
   for (int v = 0; v < Q; ++v) acc[v] = zero();
-  Kv::keys(keys, dim, [&](int d, F element) {
-    for (int v = 0; v < Q; ++v) acc[v] = fma(set1(q[v * stride + d]), element, acc[v]);
+  Kv::keys(keys, dim, [&](int index, F element) {
+    for (int v = 0; v < Q; ++v) acc[v] = Kv::multiply_add(set1(q[v * stride + index]), element, acc[v]);
   });
   for (int v = 0; v < Q; ++v) store(scores[v], acc[v]);
 }
@@ -80,11 +80,11 @@ template <class Kv, int Q, class Tile>
 void score_two_tiles(const float* q, long stride, const Tile* keys, int dim, float (*scores)[kSpan]) {
   F first[Q], second[Q];
   for (int v = 0; v < Q; ++v) first[v] = second[v] = zero();
-  Kv::keys_of_two(keys[0], keys[1], dim, [&](int d, F a, F b) {
+  Kv::keys_of_two(keys[0], keys[1], dim, [&](int index, F a, F b) {
     for (int v = 0; v < Q; ++v) {
-      const F element = set1(q[v * stride + d]);
-      first[v] = fma(element, a, first[v]);
-      second[v] = fma(element, b, second[v]);
+      const F element = set1(q[v * stride + index]);
+      first[v] = Kv::multiply_add(element, a, first[v]);
+      second[v] = Kv::multiply_add(element, b, second[v]);
     }
   });
   for (int v = 0; v < Q; ++v) {
@@ -101,8 +101,8 @@ void add_values(const float (*weights)[kSpan], const Tile* tiles, int dim, int f
     for (int v = 0; v < Q; ++v) sum[v] = load(acc + v * stride + d);
     for (int tile = from / kKeyTile; tile * kKeyTile < to; ++tile) {
       const int base = tile * kKeyTile;
-      Kv::values(tiles[tile], dim, d, std::max(from - base, 0), std::min(to - base, kKeyTile), [&](int key, F values) {
-        for (int v = 0; v < Q; ++v) sum[v] = fma(set1(weights[v][base + key]), values, sum[v]);
+      Kv::values(tiles[tile], dim, d, std::max(from - base, 0), std::min(to - base, kKeyTile), [&](int index, F values) {
+        for (int v = 0; v < Q; ++v) sum[v] = Kv::multiply_add(set1(weights[v][base / Kv::kPerIndex + index]), values, sum[v]);
       });
     }
     for (int v = 0; v < Q; ++v) store(acc + v * stride + d, sum[v]);
@@ -110,7 +110,8 @@ void add_values(const float (*weights)[kSpan], const Tile* tiles, int dim, int f
 }
 
 // Softmax of one vector over the visible keys [from, to) of a span: scores become weights, the state is rescaled.
-inline void soften(float* scores, int from, int to, int dim, const State& state) {
+template <class Kv>
+void soften(float* scores, int from, int to, int dim, const State& state) {
   std::fill(scores, scores + from, kNothing);
   std::fill(scores + to, scores + kSpan, kNothing);
   F s[kSpan / 16];
@@ -120,9 +121,7 @@ inline void soften(float* scores, int from, int to, int dim, const State& state)
   const float both = first ? largest : std::max(*state.max, largest);
   F sum = zero();
   for (int i = 0; i < kSpan / 16; ++i) {
-    const F weight = exp(sub(s[i], set1(both)));
-    store(scores + 16 * i, weight);
-    sum = add(sum, weight);
+    sum = add(sum, Kv::keep_weights(scores, 16 * i, exp(sub(s[i], set1(both)))));
   }
   const float total = fold_add(sum);
   if (first) {
@@ -212,9 +211,11 @@ void attend_span(const QueryBlock& block, int vector, const SpanTiles<Tile>& til
   for (; t < end; ++t) score_tile<Kv, Q>(q, block.stride, tiles.keys[t], dim, at(t));
 
   for (int v = 0; v < Q; ++v)
-    if (seen[v].from < seen[v].to) soften(scores[v], seen[v].from, seen[v].to, dim, state.from(v));
+    if (seen[v].from < seen[v].to) soften<Kv>(scores[v], seen[v].from, seen[v].to, dim, state.from(v));
 
-  // Keys that all vectors see are shared; each vector's own keys before and after keep the ascending order.
+  // Keys that all vectors see are shared, by whole indices; each vector's own keys before and after keep the ascending order.
+  common_from = (common_from + Kv::kPerIndex - 1) / Kv::kPerIndex * Kv::kPerIndex;
+  common_to = common_to / Kv::kPerIndex * Kv::kPerIndex;
   const auto own = [&](int v, int from, int to) {
     if (from < to) add_values<Kv, 1>(scores + v, tiles.values, dim, from, to, state.acc + v * state.stride, state.stride);
   };

@@ -21,6 +21,8 @@ std::vector<std::string> kvist_cpu_features() {
   note(__builtin_cpu_supports("avx512vl"), "avx512vl");
   note(__builtin_cpu_supports("avx512vnni"), "avx512vnni");
   note(__builtin_cpu_supports("avx512bf16"), "avx512bf16");
+  // What no flag tells: AMD's cores start a 16-bit dot product of 512 bits each cycle, Intel's every other, where f32 products are as fast.
+  note(__builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"), "fast_bf16_dot");
 #endif
   return found;
 }

@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "bf16_dot.h"
 #include "cpu_features.h"
 #include "machine.h"
 #include "module_program.h"
@@ -99,6 +100,7 @@ void check_rows(size_t rows, size_t width, size_t expected, const char* what) { 
 NB_MODULE(KVIST_MODULE, m) {
   using namespace KVIST_NAMESPACE;
   m.def("cpu_features", &kvist_cpu_features, "Instruction-set flags of this CPU that the builds ask for.");
+  m.def("bf16_dot_as_defined", &bf16_dot_as_defined, "Whether this CPU's 16-bit dot product has the bits that this build relies on.");
   nb::set_leak_warnings(false);  // handles may outlive the module at exit, which is no leak
   m.attr("kernel_version") = 1;
   m.attr("max_head_dim") = kMaxHeadDim;

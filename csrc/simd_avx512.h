@@ -1,4 +1,4 @@
-// 16-lane vectors on AVX-512 (F, BW, DQ, VL, VNNI). Names and meanings: simd.h.
+// 16-lane vectors on AVX-512 (F, BW, DQ, VL, VNNI; and BF16 with KVIST_BF16_DOT). Names and meanings: simd.h.
 #pragma once
 
 #include <immintrin.h>
@@ -44,6 +44,18 @@ inline void split_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
   odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
+#if defined(KVIST_BF16_DOT)
+// See kv_format.h for what these compute.
+inline F store_bf16(void* p, F v) {
+  const __m256i halves = (__m256i)_mm512_cvtneps_pbh(v);
+  _mm256_storeu_si256(static_cast<__m256i*>(p), halves);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+inline F dot_bf16(F a, F b, F sum) { return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b)); }
+inline F keep_bits(F v, uint32_t bits) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(static_cast<int>(bits))));
+}
+#endif
 // int8 of 16 lanes that are within [-127, 127]
 inline void store_int8(int8_t* p, I v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
 

@@ -19,14 +19,14 @@ from kvist.kv.spec import KVSpec, group_layers
 from kvist.machine import available_memory
 
 KVFormat = Literal["bf16", "f16", "f32"]
-Isa = Literal["auto", "avx512", "avx2", "portable", "numpy"]
+Isa = Literal["auto", "avx512bf16", "avx512", "avx2", "portable", "numpy"]
 SyncPolicy = Literal["always", "segment", "never"]
 Quantization = Literal["w8a8", "w4a8"]
 
 KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "f16", "f32")
 KV_ALLOCATORS = ("paged", "contiguous", "virtual")
 SYNC_POLICIES: tuple[SyncPolicy, ...] = ("always", "segment", "never")
-ISAS: tuple[Isa, ...] = ("auto", "avx512", "avx2", "portable", "numpy")
+ISAS: tuple[Isa, ...] = ("auto", "avx512bf16", "avx512", "avx2", "portable", "numpy")
 QUANTIZATIONS: tuple[Quantization, ...] = ("w8a8", "w4a8")
 EVICTION_POLICIES = ("density", "lru")
 DTYPES = {"auto": "auto", "f32": "f32", "f16": "f16", "bf16": "bf16", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}

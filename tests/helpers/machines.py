@@ -25,5 +25,11 @@ needs_native = pytest.mark.skipif(not NATIVE, reason="the native modules are not
 
 
 @cache
+def twin_of(isa: str) -> Ops:
+    """The definition of what a build computes."""
+    return make_reference_ops(bf16_dot=isa == "avx512bf16")
+
+
+@cache
 def make_ops(isa: str, num_threads: int = 1) -> Ops:
     return make_reference_ops(num_threads) if isa == "numpy" else cpu.make_ops(isa, num_threads)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.attention import Case, scattered_case
-from helpers.machines import ISAS, NATIVE, make_ops, needs_native
+from helpers.machines import ISAS, NATIVE, make_ops, needs_native, twin_of
 from helpers.single import pack
 from kvist.kernels.ops import F32, PARTITION, Ops, PackedLinear
 from kvist.kernels.packing import pack_w4, pack_w8, unpack
@@ -233,6 +233,11 @@ def test_rotation(native: Ops, heads: int, kv_heads: int, dim: int, norms: bool,
     np.testing.assert_allclose(arenas[0].view(f32)[written], arenas[1].view(f32)[written], rtol=0, atol=8 * EPS * largest)
 
 
+def rounding_of_weights(native: Ops, kv_format: str) -> float:
+    """By how much, relatively, a weight differs that lies near a tie where weights are rounded to bf16."""
+    return 2.0**-8 if native.isa == "avx512bf16" and kv_format == "bf16" else 0.0
+
+
 def attended(ops: Ops, case: Case, arena: np.ndarray, rows: list[int], qkv: F32) -> F32:
     out = np.full((sum(rows), case.heads * case.dim), np.nan, f32)
     before = arena.copy()
@@ -250,8 +255,8 @@ def test_attention_within_its_bound(native: Ops, kv_format: str, heads: int, kv_
     case = scattered_case(kv_format, heads=heads, kv_heads=kv_heads, dim=dim, lengths=lengths, window=window)
     arena, _, values = case.filled(TWIN, seed=15)
     qkv = case.qkv(16, sum(rows))
-    result, twin = (attended(ops, case, arena, rows, qkv) for ops in (native, TWIN))
-    bound = 8 * EPS * max(np.abs(v).max() for v in values)
+    result, twin = (attended(ops, case, arena, rows, qkv) for ops in (native, twin_of(native.isa)))
+    bound = (8 * EPS + rounding_of_weights(native, kv_format)) * max(np.abs(v).max() for v in values)
     np.testing.assert_allclose(result, twin, rtol=0, atol=bound)
 
 
@@ -268,11 +273,12 @@ def test_large_scores_do_not_overflow(native: Ops, kv_format: str) -> None:
     case = scattered_case(kv_format, heads=4, kv_heads=2, dim=64, lengths=[PARTITION + 90])
     arena, _, values = case.filled(TWIN, seed=19)
     qkv = case.qkv(20, 5) * f32(1000)
-    result, twin = (attended(ops, case, arena, [5], qkv) for ops in (native, TWIN))
+    result, twin = (attended(ops, case, arena, [5], qkv) for ops in (native, twin_of(native.isa)))
     assert np.isfinite(result).all()
     # Scores of this size differ by many units in their last place, and exp turns that into a relative difference.
     largest = 1000 * 64**0.5 * 4 * 4
-    np.testing.assert_allclose(result, twin, rtol=0, atol=64 * EPS * largest * np.abs(values[0]).max())
+    bound = 64 * EPS * largest + rounding_of_weights(native, kv_format)
+    np.testing.assert_allclose(result, twin, rtol=0, atol=bound * np.abs(values[0]).max())
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

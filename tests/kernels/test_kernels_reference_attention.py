@@ -8,11 +8,13 @@ import pytest
 from helpers.attention import Case, scattered_case
 from helpers.machines import make_ops
 from kvist.kernels.ops import F32, PARTITION, SPAN
+from kvist.kernels.reference import make_reference_ops
 from kvist.kernels.reference_math import decode, encode, rms_norm
 
 f32 = np.float32
 KV_FORMATS = ("f32", "f16", "bf16")
 OPS = make_ops("numpy")
+DOTS = make_reference_ops(bf16_dot=True)
 
 
 def key_index(case: Case, head: int, offset: int, d: int) -> int:
@@ -76,8 +78,20 @@ def test_rotation_by_the_letter(rotary_dim: int, norms: bool) -> None:
         assert np.array_equal(after[t, 4], before[t, 4])
 
 
-def scalar_attention(q: F32, keys: F32, values: F32, position: int, window: int | None) -> F32:
-    """One row and head by the letter; q is scaled, keys and values [n, dim] begin at position 0."""
+def as_bf16(x: F32) -> F32:
+    return decode(encode(np.asarray(x), "bf16"), "bf16")
+
+
+def by_pairs(index: int) -> int:
+    """Sorts the second of each pair before the first."""
+    return index ^ 1
+
+
+def scalar_attention(q: F32, keys: F32, values: F32, position: int, window: int | None, dots: bool = False) -> F32:
+    """One row and head by the letter; q is scaled, keys and values [n, dim] begin at position 0. With `dots`, q and the weights are
+    rounded, and neighbours change places before they are added up."""
+    kept, turn = (as_bf16, by_pairs) if dots else (np.asarray, None)
+    q = kept(q)
     low = 0 if window is None else max(0, position - window + 1)
     partials = []
     for partition in range(low // PARTITION * PARTITION, position + 1, PARTITION):
@@ -89,18 +103,18 @@ def scalar_attention(q: F32, keys: F32, values: F32, position: int, window: int 
             scores = {}
             for key in visible:
                 scores[key] = f32(0)
-                for d in range(len(q)):
+                for d in sorted(range(len(q)), key=turn):
                     scores[key] = scores[key] + q[d] * keys[key, d]
             m_new = max(m, *scores.values())
             alpha = np.exp(m - m_new)
-            p = {key: np.exp(score - m_new) for key, score in scores.items()}
+            p = {key: kept(np.exp(score - m_new)) for key, score in scores.items()}
             lanes = [f32(0)] * 16
             for key in visible:
                 lanes[key % 16] = lanes[key % 16] + p[key]
             while len(lanes) > 1:
                 lanes = [a + b for a, b in zip(lanes, lanes[len(lanes) // 2 :], strict=False)]
             m, l, acc = m_new, l * alpha + lanes[0], acc * alpha  # noqa: E741
-            for key in visible:
+            for key in sorted(visible, key=turn):
                 acc = acc + p[key] * values[key]
         partials.append((m, l, acc))
     top = max(m for m, _, _ in partials)
@@ -110,20 +124,21 @@ def scalar_attention(q: F32, keys: F32, values: F32, position: int, window: int 
     return out / total
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("window", [None, 1, 20, 70, PARTITION + 30])
-def test_attention_by_the_letter(kv_format: str, window: int | None) -> None:
+@pytest.mark.parametrize(("kv_format", "dots"), [*((name, False) for name in KV_FORMATS), ("bf16", True)])
+@pytest.mark.parametrize("window", [None, 1, 20, 69, PARTITION + 30])
+def test_attention_by_the_letter(kv_format: str, dots: bool, window: int | None) -> None:
     """Two sequences in a batch: 3 rows at the end of one that spans partitions, 2 rows of one that has just begun."""
     case = scattered_case(kv_format, heads=4, kv_heads=2, dim=4, lengths=[PARTITION + 70, 2], window=window)
     arena, keys, values = case.filled(OPS, seed=3)
     rows = [3, 2]
     qkv, out = case.qkv(4, sum(rows)), np.empty((5, 16), f32)
-    OPS.attend(OPS.bind_batch(case.batch(rows)), case.bind(OPS, arena), qkv, out)
+    ops = DOTS if dots else OPS
+    ops.attend(ops.bind_batch(case.batch(rows)), case.bind(ops, arena), qkv, out)
     result, q, t = out.reshape(5, 4, 4), qkv.reshape(5, 8, 4)[:, :4] * f32(0.5), 0
     for s, count in enumerate(rows):
         for position in range(case.lengths[s] - count, case.lengths[s]):
             for head in range(4):
-                expected = scalar_attention(q[t, head], keys[s][:, head // 2], values[s][:, head // 2], position, window)
+                expected = scalar_attention(q[t, head], keys[s][:, head // 2], values[s][:, head // 2], position, window, dots)
                 assert np.array_equal(result[t, head], expected), (position, head)
             t += 1
     assert t == 5
@@ -141,6 +156,18 @@ def test_attention_is_a_softmax() -> None:
     weights /= weights.sum(axis=-1, keepdims=True)
     expected = np.einsum("grts,sgd->tgrd", weights, values[0].astype(float)).reshape(700, 60)
     np.testing.assert_allclose(out, expected, rtol=0, atol=3e-6)
+
+
+def test_bf16_dots_change_what_bf16_caches_give_and_nothing_else() -> None:
+    for kv_format in KV_FORMATS:
+        case = scattered_case(kv_format, heads=2, kv_heads=1, dim=16, lengths=[70])
+        arena, _, _ = case.filled(OPS, seed=8)
+        qkv, outs = case.qkv(9, 3), [np.empty((3, 32), f32) for _ in range(2)]
+        for ops, out in zip((OPS, DOTS), outs, strict=True):
+            ops.attend(ops.bind_batch(case.batch([3])), case.bind(ops, arena), qkv, out)
+        assert np.array_equal(*outs) == (kv_format != "bf16")
+        np.testing.assert_allclose(*outs, rtol=0, atol=0.05)
+    assert OPS.profile != DOTS.profile
 
 
 def test_what_filled_returns_is_what_the_cache_holds() -> None:

@@ -93,17 +93,23 @@ std::vector<float> attended(ThreadPool& pool, Cache& cache, const std::vector<Pa
   return out;
 }
 
+// By how much, relatively, a weight is rounded where it is rounded to bf16, as the query is.
+double rounding_of(const Shape& s) { return s.format == KvFormat::bf16 && AttendedBf16::kPerIndex == 2 ? 0x1p-9 : 0.0; }
+
+long rounded = 0;  // elements checked where this was so
+
 // One head of one row: softmax over the visible keys in double precision. A score's error moves a weight by as much, relatively.
 void check_row(const Cache& cache, int sequence, int position, int head, const float* q, const float* out) {
   const Shape& s = cache.shape();
   const int first = s.first_key(position), kv_head = head / (s.heads / s.kv_heads);
-  const double scale = s.scale();
+  const double scale = s.scale(), rounding = rounding_of(s);
   std::vector<double> scores;
   double error = 0, largest = -std::numeric_limits<double>::infinity(), total = 0;
   for (int p = first; p <= position; ++p) {
     double score = 0, size = 0;
     for (int d = 0; d < s.dim; ++d) {
-      const double term = q[d] * scale * cache.value(true, sequence, p, kv_head, d);
+      const double query = rounding > 0 ? nearest_bf16(static_cast<float>(q[d] * s.scale())) : q[d] * scale;
+      const double term = query * cache.value(true, sequence, p, kv_head, d);
       score += term;
       size += std::fabs(term);
     }
@@ -119,7 +125,8 @@ void check_row(const Cache& cache, int sequence, int position, int head, const f
       exact += term;
       size += std::fabs(term);
     }
-    const double bound = (2 * error + (static_cast<double>(scores.size()) + 40) * kEps) * size + 1e-30;
+    rounded += rounding > 0;
+    const double bound = (2 * error + 2 * rounding + (static_cast<double>(scores.size()) + 40) * kEps) * size + 1e-30;
     check(std::fabs(out[d] - exact) <= bound, "%s: position %d head %d element %d is %a, not %a within %g", s.name, position, head, d, out[d], exact,
           bound);
   }
@@ -174,6 +181,7 @@ void check_shape(const Shape& s, Ways& ways, Digest& digest) {
 void attention_cases(Digest& digest) {
   Ways ways;
   for (const Shape& shape : shapes()) check_shape(shape, ways, digest);
+  check((rounded > 0) == (AttendedBf16::kPerIndex == 2), "weights were rounded for %ld elements", rounded);
   check(ways.split > 0 && ways.whole > 0, "partitions were shared %d times, walked by one thread %d times", ways.split, ways.whole);
 }
 

@@ -126,6 +126,30 @@ inline Ints dpbusd_epi32(Ints sum, Ints a, Ints b) {
   return total.vector();
 }
 
+// bf16 of each lane: subnormals become zero, others are rounded to nearest even, whatever the mode.
+inline __m256i cvtneps_pbh(Floats v) {
+  const Lanes<uint32_t, Floats> lanes(v);
+  alignas(32) uint16_t halves[16];
+  for (int i = 0; i < 16; ++i) {
+    const uint32_t bits = lanes.at[i], magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) halves[i] = static_cast<uint16_t>(bits >> 16 | 0x40u);
+    else if (magnitude < 0x00800000u) halves[i] = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+    else halves[i] = static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  }
+  return _mm256_load_si256(reinterpret_cast<const __m256i*>(halves));
+}
+
+// sum + the product of the second of each pair, rounded; then + that of the first. The instruction rounds to the nearest and takes
+// subnormals for zero in every mode, this only in the mode that kernels run in.
+inline Floats dpbf16_ps(Floats sum, Ints a, Ints b) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  const auto half = [&](__m256 s, __m256i x, __m256i y) {
+    s = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)), s);
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), s);
+  };
+  return {half(sum.lo, a.lo, b.lo), half(sum.hi, a.hi, b.hi)};
+}
+
 }  // namespace emulated512
 
 // Macros in the compiler's own headers when it does not optimize.
@@ -138,6 +162,7 @@ inline Ints dpbusd_epi32(Ints sum, Ints a, Ints b) {
 #define __m512 emulated512::Floats
 #define __m512i emulated512::Ints
 #define __m512d emulated512::Doubles
+#define __m512bh emulated512::Ints
 #define _mm512_loadu_ps emulated512::loadu_ps
 #define _mm512_storeu_ps emulated512::storeu_ps
 #define _mm512_set1_ps emulated512::set1_ps
@@ -176,3 +201,5 @@ inline Ints dpbusd_epi32(Ints sum, Ints a, Ints b) {
 #define _mm512_cvtepu16_epi32 emulated512::cvtepu16_epi32
 #define _mm512_cvtepi32_epi8 emulated512::cvtepi32_epi8
 #define _mm512_dpbusd_epi32 emulated512::dpbusd_epi32
+#define _mm512_cvtneps_pbh emulated512::cvtneps_pbh
+#define _mm512_dpbf16_ps emulated512::dpbf16_ps

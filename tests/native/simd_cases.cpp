@@ -1,6 +1,7 @@
 // The 16-lane vocabulary of simd.h and the number formats of the cache, value by value.
 #include <algorithm>
 
+#include "bf16_dot.h"
 #include "check.h"
 #include "kv_format.h"
 #include "simd.h"
@@ -90,6 +91,46 @@ void bf16_pairs_split() {
   }
 }
 
+#if defined(KVIST_BF16_DOT)
+// Both products one after the other, the second of a pair first, each sum rounded to a float: by whole numbers in double precision.
+void pairs_are_multiplied_and_added(Digest& digest) {
+  check(bf16_dot_as_defined(), "the 16-bit dot product is not that of the definition");
+  Chance chance(4);
+  int ordered = 0;
+  for (int round = 0; round < 2000; ++round) {
+    std::vector<float> values = chance.floats(48, 4.0f);
+    for (float& v : values) v = std::ldexp(v, chance.below(16) - 8);
+    std::vector<float> a(16), b(16), sum(values.begin(), values.begin() + 16), kept(16);
+    std::vector<uint16_t> halves(32), others(32);
+    for (int i = 0; i < 2; ++i) {
+      const F stored = store_bf16(halves.data() + 16 * i, load(values.data() + 16 * (1 + i)));
+      store(kept.data(), stored);
+      for (int j = 0; j < 16; ++j) {
+        check(kept[j] == nearest_bf16(values[16 * (1 + i) + j]), "%a is stored as %a", values[16 * (1 + i) + j], kept[j]);
+        check(bf16_value(halves[16 * i + j]) == kept[j], "%a is not what was stored", kept[j]);
+      }
+    }
+    for (uint16_t& bits : others) bits = to_bf16(std::ldexp(chance.uniform(), chance.below(8)));
+    std::memcpy(a.data(), halves.data(), 64);
+    std::memcpy(b.data(), others.data(), 64);
+    const auto found = lanes_of(dot_bf16(load(a.data()), load(b.data()), load(sum.data())));
+    for (int i = 0; i < 16; ++i) {
+      const double even = bf16_value(halves[2 * i]) * bf16_value(others[2 * i]), odd = bf16_value(halves[2 * i + 1]) * bf16_value(others[2 * i + 1]);
+      const float expected = static_cast<float>(static_cast<float>(sum[i] + odd) + even);
+      ordered += static_cast<float>(static_cast<float>(sum[i] + even) + odd) != expected;
+      check(found[i] == expected, "%a + %a + %a is %a", sum[i], odd, even, found[i]);
+    }
+    digest.add(found);
+    const auto high = lanes_of(keep_bits(load(a.data()), 0xffff0000u)), low = lanes_of(keep_bits(load(a.data()), 0x0000ffffu));
+    for (int i = 0; i < 16; ++i) {
+      check(std::bit_cast<uint32_t>(high[i]) == static_cast<uint32_t>(halves[2 * i + 1]) << 16, "the second of pair %d", i);
+      check(std::bit_cast<uint32_t>(low[i]) == halves[2 * i], "the first of pair %d", i);
+    }
+  }
+  check(ordered > 0, "the order of a pair's products was never seen");
+}
+#endif
+
 void exponentials(Digest& digest) {
   for (int i = 0; i < 12000; ++i) {
     const float x = -90.0f + 0.01485f * static_cast<float>(i);
@@ -148,6 +189,9 @@ void simd_cases(Digest& digest) {
   const FloatMode mode;
   every_f16_is_read_and_written_back(digest);
   bf16_pairs_split();
+#if defined(KVIST_BF16_DOT)
+  pairs_are_multiplied_and_added(digest);
+#endif
   exponentials(digest);
   lanes_fold_in_one_order(digest);
   whole_numbers();

@@ -26,14 +26,31 @@ SETS = ("simd", "row", "linear", "attention", "sampling", "pool", "program")
 COMMON = ("-std=gnu++20", "-O1", "-g1", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+EMULATED = ("-include", str(HERE / "avx512_emulated.h"))
+DOTS = "-DKVIST_BF16_DOT"
+DOT_SETS = ("simd", "attention")
+DOT_SOURCES = {"attention", "bf16_dot", "elementwise", "thread_pool", "simd_cases", "attention_cases"}
+DOT_MAIN = """
+int main() {
+  native_test::Digest digest;
+  native_test::simd_cases(digest);
+  native_test::attention_cases(digest);
+  std::printf("passed simd\\npassed attention\\ndigest %016llx\\n", static_cast<unsigned long long>(digest.value()));
+}
+"""
 BUILDS = {
     "portable": ("-DKVIST_PORTABLE",),
     "portable without SSE2": ("-DKVIST_PORTABLE", "-U__SSE2__"),
     "avx2": ("-DKVIST_AVX2", *AVX2),
-    "avx512": ("-DKVIST_AVX512", *AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
-    "avx512 emulated": ("-DKVIST_AVX512", *AVX2, "-include", str(HERE / "avx512_emulated.h")),
+    "avx512": ("-DKVIST_AVX512", *AVX2, *AVX512),
+    "avx512 emulated": ("-DKVIST_AVX512", *AVX2, *EMULATED),
+    "avx512bf16": ("-DKVIST_AVX512", DOTS, *AVX2, *AVX512, "-mavx512bf16"),
+    "avx512bf16 emulated": ("-DKVIST_AVX512", DOTS, *AVX2, *EMULATED, "-O0"),
+    "avx512bf16 defined": ("-DKVIST_AVX2", DOTS, *AVX2),
 }
-"""Without SSE2 the portable source takes the way of processors of other kinds, as plain loops."""
+"""Without SSE2 the portable source takes the way of processors of other kinds, as plain loops. 16-bit dot products are defined by
+plain operations of AVX2."""
 
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0")
 """Not optimized: that compiles in half the time, and no error vanishes before it is seen."""
@@ -104,8 +121,10 @@ class Workshop:
         return None
 
     def _program(self, *flags: str) -> str:
-        sources = sorted(CSRC.glob("*.cpp")) + sorted(HERE.glob("*.cpp"))
-        text = "".join(f'#include "{path}"\n' for path in sources if not path.name.startswith(MODULE_ONLY))
+        sources = [path for path in (*CSRC.glob("*.cpp"), *HERE.glob("*.cpp")) if not path.name.startswith(MODULE_ONLY)]
+        if DOTS in flags:
+            sources = [path for path in sources if path.stem in DOT_SOURCES]
+        text = "".join(f'#include "{path}"\n' for path in sorted(sources)) + (DOT_MAIN if DOTS in flags else "")
         path, complaint = self._compile(text, "-DKVIST_NAMESPACE=kvist_native", f"-I{CSRC}", f"-I{HERE}", *flags)
         assert not complaint, complaint
         return path
@@ -128,7 +147,7 @@ class Workshop:
         return done.stdout
 
     def check(self, build: str, sanitizer: tuple[str, ...] = ()) -> Outcome:
-        """Runs all sets of cases."""
+        """Runs all sets of cases that the build has."""
         output = self.start(build, sanitizer=sanitizer)
         digest = re.search(r"^digest ([0-9a-f]{16})$", output, re.MULTILINE)
         assert digest, output
@@ -176,9 +195,18 @@ def test_avx512_has_the_bits_of_avx2(workshop: Workshop) -> None:
     assert emulated == workshop.check("avx2", sanitizer)
 
 
-def test_a_processor_with_avx512_agrees_with_its_emulation(workshop: Workshop) -> None:
-    workshop.needs_cpu("avx512")
-    assert workshop.check("avx512") == workshop.check("avx512 emulated", workshop.sanitizer(ADDRESS))
+@pytest.mark.parametrize("build", ["avx512", "avx512bf16"])
+def test_a_processor_with_avx512_agrees_with_its_emulation(workshop: Workshop, build: str) -> None:
+    workshop.needs_cpu(build)
+    assert workshop.check(build) == workshop.check(f"{build} emulated", workshop.sanitizer(ADDRESS))
+
+
+def test_16_bit_dot_products_have_the_bits_of_their_definition(workshop: Workshop) -> None:
+    """The way to memory is the same in both, so one of them under the sanitizers is enough."""
+    workshop.needs_cpu("avx2")
+    defined = workshop.check("avx512bf16 defined", workshop.sanitizer(ADDRESS))
+    assert defined.passed == DOT_SETS
+    assert defined == workshop.check("avx512bf16 emulated")
 
 
 def test_every_intrinsic_of_avx512_is_emulated() -> None:

@@ -1,7 +1,8 @@
 """The native kernels: which builds this machine can run, and `Ops` over one of them.
 
-Each instruction set is a module of its own (`_cpu_avx512`, `_cpu_avx2`, `_cpu_base`), compiled from the same sources in `csrc/` and
-used only if the CPU has all of its flags. This module chooses nothing by itself (that is `engine/loader`) and does no arithmetic.
+Each instruction set is a module of its own (`_cpu_avx512bf16`, `_cpu_avx512`, `_cpu_avx2`, `_cpu_base`), compiled from the same
+sources in `csrc/` and used only if the CPU has all of its flags. This module chooses nothing by itself (`engine/loader` does) and
+does no arithmetic.
 Invariants: a handle keeps alive every array whose memory the native side reads; arrays cross as plain unsigned views.
 """
 
@@ -24,15 +25,25 @@ from kvist.kernels.program import Array, Call
 from kvist.kernels.sampling import ROW, Drawn, SampleBatch, Scores
 from kvist.kv.spec import KVSpec
 
+_AVX512 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
+
 REQUIRED_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
+    "avx512": _AVX512,
+    "avx512bf16": (*_AVX512, "avx512bf16"),
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
 }
-"""Native builds, fastest first, and the CPU flags that each needs."""
+"""Native builds, fastest first where nothing else is known, and the CPU flags that each needs."""
 
-_MODULES = {"avx512": "kvist._cpu_avx512", "avx2": "kvist._cpu_avx2", "portable": "kvist._cpu_base"}
+FAST_BF16_DOT = "fast_bf16_dot"
+"""What `cpu_features` says of CPUs on which the 16-bit dot product pays; elsewhere avx512bf16 comes after avx512."""
 
+_MODULES = {
+    "avx512": "kvist._cpu_avx512",
+    "avx512bf16": "kvist._cpu_avx512bf16",
+    "avx2": "kvist._cpu_avx2",
+    "portable": "kvist._cpu_base",
+}
 
 PEAK_MEMORY = 256 << 20
 """Bytes that are read to tell how fast memory is: more than the caches hold."""
@@ -63,8 +74,16 @@ def cpu_flags() -> tuple[str, ...] | None:
 
 
 def built() -> tuple[str, ...]:
-    """Native builds that are installed, whether or not this CPU can run them, fastest first."""
+    """Native builds that are installed, whether or not this CPU can run them, in the order of `REQUIRED_FLAGS`."""
     return tuple(isa for isa, module in _MODULES.items() if importlib.util.find_spec(module) is not None)
+
+
+def _as_defined(isa: str) -> bool:
+    """Whether an instruction that only one build uses gives the bits of its definition on this CPU."""
+    if isa != "avx512bf16":
+        return True
+    module = _import(isa)
+    return module is not None and bool(module.bf16_dot_as_defined())
 
 
 def available() -> tuple[str, ...]:
@@ -72,7 +91,10 @@ def available() -> tuple[str, ...]:
     flags = cpu_flags()
     if flags is None:
         return ()
-    return tuple(isa for isa in built() if set(REQUIRED_FLAGS[isa]) <= set(flags))
+    usable = [isa for isa in built() if set(REQUIRED_FLAGS[isa]) <= set(flags) and _as_defined(isa)]
+    if FAST_BF16_DOT in flags:
+        usable.sort(key=lambda isa: isa != "avx512bf16")
+    return tuple(usable)
 
 
 def make_ops(isa: str, num_threads: int, cpus: Sequence[int] = ()) -> CpuOps:
@@ -83,6 +105,8 @@ def make_ops(isa: str, num_threads: int, cpus: Sequence[int] = ()) -> CpuOps:
         if flags is None or isa not in built():
             raise ConfigError(f"isa={isa} is not built here; reinstall kvist with a C++ compiler, or use isa=numpy.")
         missing = ", ".join(flag for flag in REQUIRED_FLAGS[isa] if flag not in flags)
+        if not missing:
+            raise ConfigError(f"isa={isa} relies on a rounding of 16-bit dot products that this CPU does not have; use isa=auto.")
         raise ConfigError(f"isa={isa} needs CPU flags that this machine lacks ({missing}); use isa=auto.")
     module = importlib.import_module(_MODULES[isa])
     machine = module.Machine(num_threads, list(cpus))

@@ -149,7 +149,7 @@ class Ops(Protocol):
 
     @property
     def isa(self) -> str:
-        """The instruction-set build: "avx512", "avx2", "portable" or "numpy"."""
+        """The instruction-set build: "avx512bf16", "avx512", "avx2", "portable" or "numpy"."""
 
     @property
     def profile(self) -> str:

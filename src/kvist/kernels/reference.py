@@ -140,14 +140,16 @@ def _exp_fingerprint() -> str:
 
 
 class ReferenceOps:
-    """`Ops` in NumPy. Threads share out tiles of the linear layers only; attention runs on the caller's thread."""
+    """`Ops` in NumPy. Threads share out tiles of the linear layers only; attention runs on the caller's thread. With `bf16_dot` it
+    is the twin of the build avx512bf16, else of all others."""
 
     isa = "numpy"
 
-    def __init__(self, num_threads: int = 1) -> None:
+    def __init__(self, num_threads: int = 1, bf16_dot: bool = False) -> None:
         assert num_threads >= 1
         self.num_threads = num_threads
-        self.profile = f"numpy-{KERNEL_VERSION}-{_exp_fingerprint()}"
+        self.profile = f"numpy-{KERNEL_VERSION}-{_exp_fingerprint()}{'-bf16dot' if bf16_dot else ''}"
+        self._bf16_dot = bf16_dot
         self._pool = ThreadPoolExecutor(num_threads, "kvist-numpy") if num_threads > 1 else None
 
     def bind_linear(self, *segments: PackedLinear) -> ReferenceLinear:
@@ -161,7 +163,7 @@ class ReferenceOps:
         return ReferenceCache(arena, spec)
 
     def bind_attention(self, cache: ReferenceCache, layer: int, params: AttentionParams) -> ReferenceAttention:
-        return bind_attention(cache, layer, params)
+        return bind_attention(cache, layer, params, self._bf16_dot)
 
     def bind_batch(self, batch: ForwardBatch) -> ForwardBatch:
         return batch
@@ -223,5 +225,5 @@ class ReferenceOps:
             assert done is None
 
 
-def make_reference_ops(num_threads: int = 1) -> Ops:
-    return ReferenceOps(num_threads)
+def make_reference_ops(num_threads: int = 1, bf16_dot: bool = False) -> Ops:
+    return ReferenceOps(num_threads, bf16_dot)

@@ -4,6 +4,10 @@ Attention per row and head (FlashAttention, Dao 2022, with fixed boundaries): ke
 of `PARTITION` positions, both aligned to absolute positions, and partitions are merged in ascending order. So a row's bits
 depend on its own position and visible keys alone. Knows nothing of requests or of how blocks were chosen.
 
+With `bf16_dot`, bf16 caches are attended as 16-bit dot instructions do it: queries and weights are rounded to bf16 too (weights
+before they are summed), and of each pair of neighbours, elements of a key or keys, the second one's product is added first. A
+product of two bf16 is exact in float32, so product and sum here are one rounding, as in the instruction (Intel SDM, VDPBF16PS).
+
 Layout of a layer's part of a block, K then V, head-major; 16-bit formats for dot instructions pair up neighbours:
 
 | format | K | V |
@@ -14,6 +18,7 @@ Layout of a layer's part of a block, K then V, head-major; 16-bit formats for do
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +50,8 @@ class ReferenceAttention:
     group: int
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
+    dots: bool = False
+    """Whether the arithmetic is that of 16-bit dot products."""
 
     @property
     def token_bytes(self) -> int:
@@ -75,7 +82,7 @@ class ReferenceAttention:
         return np.ascontiguousarray(decode(keys, self.kv_format).transpose(1, 2, 0)), decode(values, self.kv_format)
 
 
-def bind_attention(cache: ReferenceCache, layer: int, params: AttentionParams) -> ReferenceAttention:
+def bind_attention(cache: ReferenceCache, layer: int, params: AttentionParams, bf16_dot: bool = False) -> ReferenceAttention:
     spec, arena = cache.spec, cache.arena
     assert spec.block_size % KEY_TILE == 0
     assert params.head_dim % 2 == 0
@@ -95,7 +102,7 @@ def bind_attention(cache: ReferenceCache, layer: int, params: AttentionParams) -
         values = values.reshape(blocks, heads, size, dim)
     assert np.may_share_memory(keys, arena)
     assert np.may_share_memory(values, arena)
-    return ReferenceAttention(params, spec.kv_format, size, group, keys, values)
+    return ReferenceAttention(params, spec.kv_format, size, group, keys, values, bf16_dot and spec.kv_format == "bf16")
 
 
 def _heads(qkv: F32, params: AttentionParams) -> tuple[F32, F32, F32]:
@@ -125,6 +132,8 @@ def attend(batch: ForwardBatch, attention: ReferenceAttention, qkv: F32, out: F3
     """Each row attends to the cached keys from its window's start up to its own position."""
     params = attention.params
     q = _heads(qkv, params)[0] * np.float32(params.scale)
+    if attention.dots:
+        q = _as_bf16(q)
     q = q.reshape(len(q), params.num_kv_heads, -1, params.head_dim)
     tables = batch.groups[attention.group].block_table
     for s, (start, stop) in enumerate(zip(batch.query_start_loc[:-1], batch.query_start_loc[1:], strict=True)):
@@ -132,6 +141,16 @@ def attend(batch: ForwardBatch, attention: ReferenceAttention, qkv: F32, out: F3
             rows = slice(row, min(row + TILE_ROWS, stop))
             result = _attend_rows(attention, tables[s], q[rows], int(batch.positions[row]))
             out[rows] = result.reshape(len(result), -1)
+
+
+def _as_bf16(x: F32) -> F32:
+    return decode(encode(x, "bf16"), "bf16")
+
+
+def _by_pairs(start: int, stop: int) -> Iterator[int]:
+    """start .. stop - 1 with the second of each pair before the first; `start` and `stop` may cut a pair."""
+    for even in range(start // 2 * 2, stop, 2):
+        yield from (index for index in (even + 1, even) if start <= index < stop)
 
 
 @dataclass
@@ -185,24 +204,26 @@ def _partition(attention: ReferenceAttention, table: I32, q: F32, position: int,
         start, stop = max(span, keys.start), min(span + SPAN, keys.stop)
         see = _rows_that_see(start, stop, position, len(q), window)
         k, v = attention.read(table, start, stop)
-        scores = _scores(q[see], k, position + see.start, start, window)
+        scores = _scores(q[see], k, position + see.start, start, window, attention.dots)
         m_new = np.maximum(part.m[see], scores.max(axis=-1))
         alpha = np.exp(part.m[see] - m_new)
         p = np.exp(scores - m_new[..., None])
+        if attention.dots:
+            p = _as_bf16(p)
         part.m[see] = m_new
         part.l[see] = part.l[see] * alpha + lane_sum(p)
         part.acc[see] *= alpha[..., None]
-        _add_values(part.acc[see], p, v, position + see.start, start, window)
+        _add_values(part.acc[see], p, v, position + see.start, start, window, attention.dots)
     return part
 
 
-def _scores(q: F32, k: F32, position: int, start: int, window: int | None) -> F32:
+def _scores(q: F32, k: F32, position: int, start: int, window: int | None, dots: bool) -> F32:
     """[R, kv_heads, share, SPAN]: dot products over the head, ascending; minus infinity where a row does not see the key.
     k [kv_heads, head_dim, n] begins at absolute position `start`."""
     n = k.shape[-1]
     total = np.zeros((*q.shape[:-1], n), np.float32)
     product = np.empty_like(total)
-    for d in range(q.shape[-1]):
+    for d in _by_pairs(0, q.shape[-1]) if dots else range(q.shape[-1]):
         np.multiply(q[..., d, None], k[:, None, d, :], out=product)
         total += product
     age = (position + np.arange(len(q)))[:, None] - (start + np.arange(n))
@@ -212,10 +233,11 @@ def _scores(q: F32, k: F32, position: int, start: int, window: int | None) -> F3
     return scores
 
 
-def _add_values(acc: F32, p: F32, v: F32, position: int, start: int, window: int | None) -> None:
+def _add_values(acc: F32, p: F32, v: F32, position: int, start: int, window: int | None, dots: bool) -> None:
     """acc += p[key] * v[key], keys ascending, for the rows that see the key (an unseen value may be a NaN: 0 would not mask it)."""
     product = np.empty_like(acc)
-    for key in range(start, start + len(v)):
+    stop = start + len(v)
+    for key in _by_pairs(start, stop) if dots else range(start, stop):
         see = _rows_that_see(key, key + 1, position, len(acc), window)
         np.multiply(p[see, :, :, key % SPAN, None], v[key - start, :, None, :], out=product[see])
         acc[see] += product[see]
