@@ -225,13 +225,13 @@ class PrefixMiss:
     """Why a prefix hit ended where it did. `reason` is `never_seen` (the block there was never in the cache), `evicted`,
     `expired` (evicted after the time for which it was to be kept), `rewritten` (the prompt differs in the middle of a known
     conversation, as when a template leaves out an earlier answer), `not_found` (whether it ever was there is not recorded),
-    `partial_block` (every whole block of the prompt was found, and only whole ones are kept), or no look-up was made:
+    `partial_block` (all whole blocks of the prompt were found, and of the rest no more), `last_token` (all but that, which is
+    always computed), `whole_prompt` (another choice of the request computed it, and both share it), or no look-up was made:
     `prompt_logprobs` (scores need each prompt token computed), `caching_off` (the engine keeps no prefixes)."""
 
     reason: str
     position: int
-    """The first prompt token that the hit does not cover: the prompt differs from all that is kept within the block that begins
-    here."""
+    """The first prompt token that the hit does not cover; within a block, it differs from what was copied up to there."""
     evicted_ago: float | None = None
     """Seconds since that eviction, where it is remembered."""
 
@@ -257,6 +257,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: list[int]
+    """The choices of one user's request share the list itself, and by that are known to belong together."""
     sampling_params: SamplingParams
     max_tokens: int
     """The budget of new tokens, resolved: never None, prompt + max_tokens never beyond the effective context."""

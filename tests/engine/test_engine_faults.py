@@ -109,6 +109,20 @@ def test_a_fault_at_every_step_ends_only_what_ran_in_it(fault_at, caplog):
     assert sum(usage.values()) == 64
 
 
+@pytest.mark.parametrize(("fault_at", "failed"), [(1, {"r"}), (2, {"r", "r#1", "r#2"})])
+def test_a_fault_where_choices_fork_or_copy_their_prompt(fault_at, failed):
+    """Who was to fork has lost nothing yet, and computes the prompt by itself."""
+    params = greedy(n=3, ignore_eos=True)
+    expected = run(tiny_engine(), {"r": PROMPT}, params)
+    engine = tiny_engine()
+    engine.runner = replace(engine.runner, model=FaultyModel(engine.runner.model, fault_at))
+    outputs = run(engine, {"r": PROMPT}, params)
+    assert {name for name, one in outputs.items() if one.finish_reason == "error"} == failed
+    for name in outputs.keys() - failed:
+        assert outputs[name].token_ids == expected[name].token_ids
+    assert engine.snapshot().blocks_by_state["live"] == 0
+
+
 def test_logits_without_a_number_fail_one_request():
     class NanModel(FaultyModel):
         def forward(self, batch: Any) -> Any:

@@ -150,7 +150,10 @@ def test_threads_default_to_what_this_process_may_use(tmp_path, monkeypatch):
 def test_the_profile_and_the_weights_are_part_of_every_block_hash(tmp_path):
     """Engines of other weights or formats must never answer to the same key."""
     path = write_tiny_hf(tmp_path / "tiny")
-    keys = [make(path, **kind)[0].manager._key for kind in ({}, {"dtype": "bf16"}, {"quantization": "w8a8"}, {"isa": "numpy"})]
+    keys = [
+        make(path, **kind)[0].manager.hashes_of((), "")[0]
+        for kind in ({}, {"dtype": "bf16"}, {"quantization": "w8a8"}, {"isa": "numpy"})
+    ]
     assert len(set(keys)) == 4
     assert tiny_packed().key != tiny_packed("bf16").key
 

@@ -82,11 +82,54 @@ def test_batches_and_chunks(isa, budget):
 @pytest.mark.parametrize("isa", NATIVE)
 def test_two_threads_and_prefix_hits(isa):
     engine, trace = make(isa, num_threads=2)
-    for cached in (0, 32):
+    for cached in (0, 42):
         trace.rows.clear()
         outputs = run(engine, alone(isa)[0], GREEDY)
         assert_as_alone(isa, trace, outputs)
         assert outputs["r2"].usage.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("isa", NATIVE)
+def test_the_beginning_of_a_block_is_copied(isa):
+    """Token for token and logprob for logprob, whether or not a part of the last block was found."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    cold, cold_trace = make(isa, enable_prefix_caching=False)
+    prompt = cold.tokenizer.encode(TEXTS[2])
+    expected = run_one(cold, prompt[:40], params)
+    engine, trace = make(isa)
+    run_one(engine, prompt, GREEDY)
+    for _ in range(2):
+        trace.rows.clear()
+        output = run_one(engine, prompt[:40], params)
+        assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
+        assert trace.of("one") == cold_trace.of("one")
+        assert output.usage.prompt_tokens_by_source == {"computed": 1, "prefix_hit": 39, "disk_hit": 0}
+        assert output.usage.prefix_miss.reason == "last_token"
+
+
+@pytest.mark.parametrize("isa", NATIVE)
+def test_four_choices_hold_one_copy_of_their_prompt(isa):
+    params = SamplingParams(n=4, seed=2, temperature=1.0, max_tokens=6, ignore_eos=True, logprobs=3)
+    apart, apart_trace = make(isa, enable_prefix_caching=False, max_num_seqs=1)
+    prompt = apart.tokenizer.encode(TEXTS[2])
+    assert len(prompt) == 43
+    expected = run(apart, {"n": prompt}, params)
+    engine, trace = make(isa)
+    engine.add_request("n", prompt, params)
+    outputs: dict[str, Collected] = {}
+    live = []
+    while engine.has_work:
+        for delta in engine.step():
+            outputs.setdefault("n" if delta.index == 0 else f"n#{delta.index}", Collected()).add(delta)
+        live.append(engine.manager.usage().live)
+    # The prompt takes three blocks; then three copy the last, and at 48 tokens each opens one of its own.
+    assert live == [3, 6, 6, 6, 6, 0]
+    assert trace.forwarded == 43 + 4 * 5
+    for choice, (name, one) in enumerate(expected.items()):
+        assert (outputs[name].token_ids, outputs[name].logprobs) == (one.token_ids, one.logprobs)
+        assert trace.of("n", choice) == apart_trace.of("n", choice)
+    assert len({tuple(one.token_ids) for one in expected.values()}) > 1
+    engine.check_idle()
 
 
 @pytest.mark.parametrize("isa", NATIVE)

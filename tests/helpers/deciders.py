@@ -97,7 +97,8 @@ class Arena:
             own = self.write(request, item.block_tables, item.start, stop)
             assert not own & written, "two requests write to one slot"
             written |= own
-        return {request.request_id: self.fingerprints(request)[-1] % 50 for request, item, _ in rows if item.samples}
+        drawing = [requests[name] for _, item, _ in rows if item.samples for name in (item.request_id, *item.forks)]
+        return {request.request_id: self.fingerprints(request)[-1] % 50 for request in drawing}
 
 
 class Sim:
@@ -147,6 +148,15 @@ class Sim:
         self.requests[request_id] = request
         return request
 
+    def add_choices(self, request_id: str, prompt: Sequence[int], count: int, max_tokens: int = 4, **more: object) -> list[Request]:
+        """As many requests of one prompt, as the choices of a user's request are."""
+        choices = [make_request(f"{request_id}#{choice}", prompt, max_tokens, **more) for choice in range(count)]  # type: ignore[arg-type]
+        for choice in choices:
+            choice.prompt_token_ids = choices[0].prompt_token_ids
+            self.scheduler.add(choice)
+            self.requests[choice.request_id] = choice
+        return choices
+
     def step(self, between: Callable[[], None] | None = None) -> SchedulerOutput:
         """One step. `between` runs after `schedule` and before `update`."""
         self.now += 1.0
@@ -156,11 +166,11 @@ class Sim:
         if between is not None:
             between()
         self.scheduler.update(output, sampled)
-        for item in output.scheduled:
-            request = self.requests[item.request_id]
+        for name in [name for item in output.scheduled for name in (item.request_id, *item.forks)]:
+            request = self.requests[name]
             scored = request.max_tokens == 0 and request.num_computed_tokens == request.num_tokens
             if not request.finished and (scored or len(request.output_token_ids) == request.max_tokens > 0):
-                self.scheduler.finish(item.request_id, "length")
+                self.scheduler.finish(name, "length")
         return output
 
     def end(self, request_id: str) -> None:

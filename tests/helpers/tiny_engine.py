@@ -172,8 +172,12 @@ class TracingRunner:
         self.trace.steps.append([len(item.token_ids) for item in output.scheduled])
         result = self.inner.forward(output)
         items = [item for item in output.scheduled if item.samples]
-        for item, row in zip(items, result.logits, strict=True):
-            key = (item.request_id, item.start + len(item.token_ids) - 1)
+        drawn = [
+            ((name, item.start + len(item.token_ids) - 1), row)
+            for item, row in zip(items, result.logits, strict=True)
+            for name in (item.request_id, *item.forks)
+        ]
+        for key, row in drawn:
             bits = np.ascontiguousarray(row).tobytes()
             assert self.trace.rows.setdefault(key, bits) == bits, "one row, computed again, has other bits"
         return result

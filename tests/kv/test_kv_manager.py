@@ -41,8 +41,8 @@ def tables(manager: KVManager, request: Request) -> list[list[int]]:
     return [list(table) for table in manager.block_tables(request)]
 
 
-@pytest.mark.parametrize(("length", "hit"), [(1, 0), (15, 0), (16, 0), (17, 16), (47, 32), (48, 32), (49, 48)])
-def test_a_repeated_prompt_hits_all_whole_blocks_before_its_last_token(length: int, hit: int) -> None:
+@pytest.mark.parametrize(("length", "hit"), [(1, 0), (15, 0), (16, 15), (17, 16), (47, 32), (48, 47), (49, 48)])
+def test_a_repeated_prompt_hits_all_but_its_last_token_of_the_blocks_that_it_filled(length: int, hit: int) -> None:
     manager = make_manager(num_blocks=8)
     first = make_request("first", range(length))
     assert run(manager, first).num_tokens == 0
@@ -51,8 +51,9 @@ def test_a_repeated_prompt_hits_all_whole_blocks_before_its_last_token(length: i
     for name in ("second", "third"):
         again = make_request(name, range(length))
         match = run(manager, again)
-        assert match.num_tokens == hit == (length - 1) // 16 * 16
+        assert match.num_tokens == hit
         assert list(match.block_ids[0]) == ids[: hit // 16]
+        assert match.copied_from == ((ids[hit // 16],) if hit % 16 else ())
         manager.free(again)
     assert manager.num_free_blocks == 8
 
@@ -199,7 +200,7 @@ def test_queries_change_nothing() -> None:
     before = (manager.usage(), tables(manager, request))
     match = manager.match(probe)
     assert manager.match(probe) == match
-    manager.blocks_to_admit(probe, match)
+    manager.has_room(probe, match, alone=False)
     manager.fit(probe, 100)
     assert (manager.usage(), tables(manager, request)) == before
     manager.check_invariants()

@@ -1,7 +1,9 @@
-"""The KV manager against a naive model: a dictionary of what can be found, and an arena checked before each read."""
+"""The KV manager against a naive model: a dictionary of what can be found, who went on behind it, and an arena checked before each
+read."""
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import ClassVar
 
 from hypothesis import settings
@@ -30,6 +32,10 @@ class ManagerMachine(RuleBasedStateMachine):
         self.running: dict[str, Request] = {}
         self.found: dict[tuple[int, int], int] = {}
         """The naive index: (group, fingerprint of the block's last token) -> block id."""
+        self.passed: dict[int, Request] = {}
+        """By the fingerprint of a block that can be found (or, for beginnings, of nothing): who computed it, or the next, last."""
+        self.fresh: set[str] = set()
+        """Who has not computed anything since it was admitted."""
         self.count = 0
 
     def marks(self, request: Request) -> list[int]:
@@ -65,13 +71,51 @@ class ManagerMachine(RuleBasedStateMachine):
             )
         )
         match = self.manager.match(request)
-        assert match.num_tokens == best * SIZE
+        copied, sources = self.beginning(request, best)
+        assert (match.num_tokens, match.num_copied) == (best * SIZE + copied, copied)
+        assert list(match.copied_from) == sources
+        assert match.num_tokens < request.num_tokens
         for group, window in enumerate(self.windows):
             first = first_block(best * SIZE, window, SIZE)
             assert list(match.block_ids[group]) == [0] * first + [self.found[group, mark] for mark in marks[first:best]]
         self.manager.attach(request, match)
         request.num_computed_tokens = match.num_tokens
         self.running[request.request_id] = request
+        self.fresh.add(request.request_id)
+
+    def beginning(self, request: Request, best: int) -> tuple[int, list[int]]:
+        """How much of one more block there is to copy, and where."""
+        if best and first_block(best * SIZE, self.windows[0], SIZE) >= best:
+            return 0, []
+        other = self.passed.get(self.marks(request)[best - 1] if best else hash(request.cache_salt))
+        names = [] if other is None else self.marks(other)
+        sources = [self.found.get((group, names[best])) for group in range(len(self.windows))] if best < len(names) else [None]
+        if other is None or None in sources:
+            return 0, []
+        start, stop = best * SIZE, min((best + 1) * SIZE, request.num_tokens) - 1
+        pairs = zip(other.token_ids(start, stop), request.token_ids(start, stop), strict=True)
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return (common, sources) if common else (0, [])  # type: ignore[return-value]
+
+    @precondition(lambda self: self.running and len(self.waiting) + len(self.running) < 6)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def fork(self, data: st.DataObject, more: list[int]) -> None:
+        source = self.running[data.draw(st.sampled_from(sorted(self.running)))]
+        self.count += 1
+        prompt = [*source.token_ids(0, source.num_computed_tokens), *more]
+        request = make_request(f"r{self.count}", prompt, salt=source.cache_salt)
+        try:
+            self.manager.add(request)
+        except ContextLengthError:
+            return
+        before, free = self.held(source), self.manager.num_free_blocks
+        self.manager.fork(source, request)
+        request.num_computed_tokens = source.num_computed_tokens
+        self.running[request.request_id] = request
+        if source.request_id in self.fresh:
+            self.fresh.add(request.request_id)
+        assert self.held(request) == self.held(source) == before
+        assert self.manager.num_free_blocks == free, "what is held already costs nothing"
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), rows=st.integers(1, 12))
@@ -84,12 +128,17 @@ class ManagerMachine(RuleBasedStateMachine):
     def advance(self, request: Request, rows: int) -> None:
         rows = min(rows, request.num_tokens - request.num_computed_tokens)
         before = self.held(request)
+        shared = self.shared(request)
         fit = self.manager.fit(request, rows)
         assert 0 <= fit <= rows
         assert self.manager.allocate(request, rows) is (fit == rows)
         if fit < rows:
             assert self.held(request) == before
             return
+        self.manager.check_invariants()
+        plan = self.manager.take_plan()
+        self.arena.carry_out(plan)
+        assert [source for source, _ in plan.copies] == shared
         new = self.held(request) - before
         self.found = {name: block for name, block in self.found.items() if block not in new}
         start = request.num_computed_tokens
@@ -97,33 +146,71 @@ class ManagerMachine(RuleBasedStateMachine):
         self.arena.read(request, tables, start, start + rows)
         written = self.arena.write(request, tables, start, start + rows)
         assert not {block for block, _ in written} & set(self.found.values()), "a block that can be found is written"
+        blocks = {block for block, _ in written}
+        assert not any(blocks & self.held(other) for other in self.running.values() if other is not request), "another's block"
         request.num_computed_tokens += rows
-        for group, table in enumerate(tables):
-            for block in range(start // SIZE, request.num_computed_tokens // SIZE):
-                self.found.setdefault((group, self.marks(request)[block]), table[block])
+        self.note(request, start // SIZE, request.num_computed_tokens // SIZE)
+        self.manager.complete_plan()
         self.manager.commit(request)
         self.manager.trim(request)
+        self.fresh.discard(request.request_id)
         for table, window in zip(tables, self.windows, strict=True):
             assert not any(table[: first_block(request.num_computed_tokens, window, SIZE)])
 
+    def note(self, request: Request, start: int, stop: int) -> None:
+        """These blocks have been computed."""
+        marks = self.marks(request)
+        for group, table in enumerate(self.manager.block_tables(request)):
+            for block in range(start, stop):
+                self.found.setdefault((group, marks[block]), table[block])
+        if start == stop:
+            return
+        self.passed[marks[start - 1] if start else hash(request.cache_salt)] = request
+        for block in range(start, stop):
+            if self.found[0, marks[block]] == self.manager.block_tables(request)[0][block]:
+                self.passed[marks[block]] = request
+
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), rows=st.integers(0, 8))
+    def preempt(self, data: st.DataObject, rows: int) -> None:
+        """Maybe after it got room in the same step."""
         request = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
+        before = self.held(request)
+        rows = min(rows, request.num_tokens - request.num_computed_tokens)
+        if rows and self.manager.allocate(request, rows):
+            self.manager.check_invariants()
+            new = self.held(request) - before
+            self.found = {name: block for name, block in self.found.items() if block not in new}
         free = self.manager.num_free_blocks
         assert self.manager.release(request) == self.manager.num_free_blocks - free
         request.num_computed_tokens = 0
+        assert not self.manager.take_plan(), "nobody reads what was to be copied"
         self.waiting[request.request_id] = request
 
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted({**self.running, **self.waiting})))
-        self.manager.free(self.running.pop(request_id, None) or self.waiting.pop(request_id))
+        request = self.running.pop(request_id, None) or self.waiting.pop(request_id)
+        self.manager.free(request)
+        if not request.num_computed_tokens:
+            # Who ends as one that has computed nothing is not remembered.
+            self.passed = {mark: other for mark, other in self.passed.items() if other is not request}
+
+    def shared(self, request: Request) -> list[int]:
+        """What the next row would write to and must not: the index names it, or another holds it."""
+        block, offset = divmod(request.num_computed_tokens, SIZE)
+        tails = [table[block] for table in self.manager.block_tables(request)] if offset else []
+        others = set(self.found.values()).union(*(self.held(other) for other in self.running.values() if other is not request))
+        return [tail for tail in tails if tail in others]
 
     def held(self, request: Request) -> set[int]:
         tables = self.manager.block_tables(request)
-        firsts = [first_block(request.num_computed_tokens, window, SIZE) for window in self.windows]
+        # What the beginning of a block that was found has passed is let go after the next step.
+        position = (
+            request.num_computed_tokens if request.request_id not in self.fresh else request.num_computed_tokens // SIZE * SIZE
+        )
+        firsts = [first_block(position, window, SIZE) for window in self.windows]
         return {block for table, first in zip(tables, firsts, strict=True) for block in table[first:]}
 
     @invariant()

@@ -264,7 +264,7 @@ def test_why_a_prompt_is_missed() -> None:
     assert drive.serve(prompt(1)) == 0
     assert drive.miss == PrefixMiss("never_seen", 0)
     assert drive.serve(prompt(1)) == 12
-    assert drive.miss == PrefixMiss("partial_block", 12)
+    assert drive.miss == PrefixMiss("last_token", 12)
     assert drive.serve([*[1] * 8, 7, 7, 7, 7, 7]) == 8
     assert drive.miss == PrefixMiss("never_seen", 8)
     drive.manager.advance(25.0)
@@ -285,8 +285,8 @@ def test_a_rewritten_history_is_told_from_a_new_question() -> None:
     assert drive.miss == PrefixMiss("never_seen", 16)
     assert drive.serve([*turn, 5, 6, 0, 0, 9, 9, 9, 9, 9, 2, 2, 2, 2, 2]) == 12
     assert drive.miss == PrefixMiss("rewritten", 12)
-    assert drive.serve([*turn[:5], *[3] * 12]) == 4
-    assert drive.miss == PrefixMiss("never_seen", 4)
+    assert drive.serve([*turn[:5], *[3] * 12]) == 5
+    assert drive.miss == PrefixMiss("never_seen", 5)
 
 
 def test_events_are_numbered_bounded_and_each_tenants_own() -> None:

@@ -100,8 +100,9 @@ def test_every_miss_has_a_reason_and_a_place() -> None:
     sim = Sim(num_blocks=8)
     assert sim.generate("new", range(40), 1).prefix_miss == PrefixMiss("never_seen", 0)
     assert sim.generate("whole", range(40), 1).prefix_miss == PrefixMiss("partial_block", 32)
-    assert sim.generate("part", [*range(20), *range(900, 920)], 1).prefix_miss == PrefixMiss("never_seen", 16)
-    assert sim.generate("short", range(10), 1).prefix_miss == PrefixMiss("partial_block", 0)
+    assert sim.generate("part", [*range(20), *range(900, 920)], 1).prefix_miss == PrefixMiss("never_seen", 20)
+    assert sim.generate("short", range(10), 1).prefix_miss == PrefixMiss("last_token", 9)
+    assert sim.generate("other", [0, 1, 2, 7, 8], 1).prefix_miss == PrefixMiss("partial_block", 3)
     assert sim.generate("scored", range(40), 0, prompt_logprobs=0).prefix_miss == PrefixMiss("prompt_logprobs", 0)
     sim.generate("large", range(1000, 1100), 20)
     assert sim.manager.usage().evictions > 0

@@ -32,9 +32,10 @@ def test_a_restart_hits_and_says_so() -> None:
     assert new.num_filled == 7
     assert new.num_waits > 0, "it waited for the disk"
     third = new.generate("third", range(30), 3)
-    assert (third.num_cached_tokens, third.num_disk_tokens) == (28, 0), "now it is on the device"
+    # "again" filled an eighth block, whose first token the third prompt shares besides.
+    assert (third.num_cached_tokens, third.num_disk_tokens) == (29, 0), "now it is on the device"
     stats = new.scheduler.stats()
-    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens) == (60, 56, 28)
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens) == (60, 57, 28)
 
 
 def test_salts_do_not_share_a_disk() -> None:

@@ -142,7 +142,8 @@ def _steps(scheduler: Scheduler, answers: dict[str, int]) -> Iterator[Sample | N
     made = dict.fromkeys(answers, 0)
     while scheduler.has_work:
         output = scheduler.schedule(0.0)
-        sampled = {item.request_id: made[item.request_id] for item in output.scheduled if item.samples}
+        names = (name for item in output.scheduled if item.samples for name in (item.request_id, *item.forks))
+        sampled = {name: made[name] for name in names}
         scheduler.update(output, sampled)
         for request_id in sampled:
             made[request_id] += 1

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
 from kvist.engine.batch import BatchBuilder
@@ -313,9 +315,12 @@ class Engine:
 
     def _draw(self, output: SchedulerOutput, logits: F32) -> dict[str, Sampled]:
         """A token for each request whose rows reach its end."""
-        choices = [self._choices[item.request_id] for item in output.scheduled if item.samples]
-        if not choices:
+        sampling = [item for item in output.scheduled if item.samples]
+        if not sampling:
             return {}
+        choices = [self._choices[choice_id] for item in sampling for choice_id in (item.request_id, *item.forks)]
+        if len(choices) > len(sampling):
+            logits = np.repeat(logits, [1 + len(item.forks) for item in sampling], axis=0)
         constrained = [(choice.constraint, choice.sampling) for choice in choices if choice.constraint is not None]
         if constrained:
             self._masks.fill(constrained)
@@ -328,9 +333,9 @@ class Engine:
         self.scheduler.update(output, {choice_id: token.token_id for choice_id, token in drawn.items() if token.error is None})
         now, deltas = self._clock(), []
         self._counters.scheduler_seconds += now - started
-        for item in output.scheduled:
-            choice = self._choices[item.request_id]
-            token = drawn.get(item.request_id)
+        for choice_id in (name for item in output.scheduled for name in (item.request_id, *item.forks)):
+            choice = self._choices[choice_id]
+            token = drawn.get(choice_id)
             if token is None:
                 if choice.request.max_tokens or choice.request.num_computed_tokens < choice.request.num_tokens:
                     continue
@@ -342,7 +347,7 @@ class Engine:
                 delta = self._push(choice, token, now)
             deltas.append(delta)
             if delta.finish_reason is not None:
-                self._finish(item.request_id, delta.finish_reason, delta.stop_reason)
+                self._finish(choice_id, delta.finish_reason, delta.stop_reason)
         return deltas
 
     def _push(self, choice: _Choice, token: Sampled, now: float) -> OutputDelta:

@@ -200,27 +200,30 @@ class KVView:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
         size, limit = manager.spec.block_size, (len(token_ids) - 1) // manager.spec.block_size
         root, hashes = manager.hashes_of(token_ids, salt)
-        match = manager.index.match(hashes, limit)
-        miss = asdict(self._miss(root, token_ids, hashes, match))
-        if miss["reason"] in ("never_seen", "not_found") and other_salt is not None and other_salt != salt:
-            _, others = manager.hashes_of(token_ids, other_salt)
-            if (reach := manager.index.match(others, limit).num_tokens) > match.num_tokens:
+        match, covered = manager.find(token_ids, salt)
+        miss = asdict(self._miss(root, token_ids, hashes, match, covered))
+        if miss["reason"] in ("never_seen", "not_found") and other_salt is not None:
+            # The prompt's own salt again reaches no further.
+            reach = manager.find(token_ids, other_salt)[0].num_tokens
+            if reach > match.num_tokens:
                 miss = {"reason": "other_salt", "position": match.num_tokens, "would_hit": reach}
         nearest = manager.keeper.nearest(root, token_ids, hashes, size) if isinstance(manager, KVManager) else None
         return {
             "prompt_tokens": len(token_ids),
-            "hit_tokens": {"device": match.num_tokens, "disk": self._on_disk(manager, hashes, limit) - match.num_tokens},
+            "hit_tokens": {"device": match.num_tokens, "disk": max(0, self._on_disk(manager, hashes, limit) - match.num_tokens)},
             "block_size": size,
             "miss": {name: _round(value) for name, value in miss.items() if value is not None},
             "nearest": None if nearest is None else asdict(nearest),
         }
 
-    def _miss(self, root: BlockHash, token_ids: list[int], hashes: list[BlockHash], match: PrefixMatch) -> PrefixMiss:
+    def _miss(
+        self, root: BlockHash, token_ids: list[int], hashes: list[BlockHash], match: PrefixMatch, covered: PrefixMiss | None
+    ) -> PrefixMiss:
         manager, size = self._manager, self._manager.spec.block_size
         if not manager.enable_prefix_caching:
             return PrefixMiss("caching_off", 0)
-        if match.num_tokens >= (len(token_ids) - 1) // size * size:
-            return PrefixMiss("partial_block", match.num_tokens)
+        if covered is not None:
+            return covered
         if isinstance(manager, KVManager):
             return manager.keeper.explain(root, token_ids, hashes, match.num_tokens, size)
         return PrefixMiss("not_found" if manager.usage().evictions else "never_seen", match.num_tokens)

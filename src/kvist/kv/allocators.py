@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvist.kv.pool import BlockPool
+from kvist.kv.prefix import PrefixMatch
+from kvist.kv.spec import first_block
 
 
 class Allocator(Protocol):
     """Grows the block tables of one sequence at a time."""
-
-    def room(self, num_tables: int) -> int:
-        """The number of blocks by which each of a sequence's `num_tables` tables could grow now. Changes nothing."""
 
     def grow(self, tables: Sequence[array[int]], num_blocks: int) -> bool:
         """Append `num_blocks` block ids to every table; False, and nothing changed, when there is no room."""
@@ -31,9 +30,6 @@ class PagedAllocator:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-
-    def room(self, num_tables: int) -> int:
-        return self._pool.num_free // num_tables
 
     def grow(self, tables: Sequence[array[int]], num_blocks: int) -> bool:
         num_tables = len(tables)
@@ -58,3 +54,15 @@ def tails_first(tables: Sequence[array[int]], starts: Sequence[int], ends: Seque
         for table, start, end in zip(tables, starts, ends, strict=True)
         if start <= block < end
     ]
+
+
+def blocks_to_admit(pool: BlockPool, windows: Sequence[int | None], block_size: int, num_tokens: int, match: PrefixMatch) -> int:
+    """Free blocks that all tokens of a request need after the hit `match`. Hit blocks that others hold cost nothing as long as
+    the request keeps them; free ones leave the free queue like new ones, and what is copied from stays until it has been."""
+    last = (num_tokens - 1) // block_size
+    need = sum(pool.ref_count(block_id) == 0 for block_id in match.copied_from)
+    for window, ids, first in zip(windows, match.block_ids, match.first_blocks, strict=True):
+        keep = first_block(last * block_size, window, block_size)
+        need += last + 1 - keep
+        need -= sum(pool.ref_count(block_id) > 0 for block_id in ids[max(first, keep) :])
+    return need

@@ -6,9 +6,10 @@ values, no step, no budget, no clock. Queries (`match`, `is_being_computed`, `fi
 the memo of hashes. Invariants, besides those of pool and index:
 
 * all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
-* a block's reference count is the number of tables that name it and of plans that fill it, and one more if it is pinned;
+* a block's reference count is the number of tables that name it and of plans that fill or copy it, and one more if it is pinned;
 * a block enters the index in `commit`, after its keys and values were computed: a hit never reads what is still being written;
-* full blocks are never written again: a request writes only at `num_computed_tokens` and after, behind all full ones.
+* a request writes only at `num_computed_tokens` and after, and only to blocks that nobody else holds and the index does not name:
+  `allocate` plans a copy of any other (`kv/copies.py`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from kvist.errors import InvalidRequestError
-from kvist.kv.allocators import Allocator, PagedAllocator, tails_first
+from kvist.kv.allocators import Allocator, PagedAllocator, blocks_to_admit, tails_first
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
+from kvist.kv.copies import Copies
 from kvist.kv.keeper import Keeper
-from kvist.kv.memory import NO_PLAN, KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
-from kvist.kv.names import Record, is_being_computed, most_blocks, no_match, plain_miss
+from kvist.kv.lookup import Lookup
+from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
+from kvist.kv.names import Record, no_match
 from kvist.kv.pins import Pins
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
+from kvist.kv.restores import Restores
 from kvist.kv.spec import KVSpec, first_block
 from kvist.kv.tiers import Restore, TierDecider, TransferPlan
+from kvist.kv.trails import Trails
 from kvist.request import PrefixMiss, Request
 
 
@@ -35,6 +40,8 @@ from kvist.request import PrefixMiss, Request
 class _Record(Record):
     let_go: list[int] = field(default_factory=list)
     """Per group, how many leading entries hold no block (any more)."""
+    shares_tail: bool = False
+    """The block of the next row may have to be copied before it is written."""
     retained: bool = False
     """The request's own wishes have been entered."""
 
@@ -45,6 +52,8 @@ class KVManager:
     `eviction.POLICIES`; `pin_budget` is the share of the pool that may be pinned, `priority_budget` that which priorities above the
     ordinary one may hold. `tiered`: there is a tier behind the device,
     and `tier` holds its books."""
+
+    shares_in_place = True
 
     def __init__(
         self,
@@ -74,11 +83,14 @@ class KVManager:
         self.index = PrefixIndex(num_blocks, self._windows, spec.block_size)
         self.keeper = Keeper(num_blocks, self.index, eviction_policy, int(pin_budget * num_blocks), priority_budget)
         self._pool = self.keeper.pool
+        self._trails = Trails(num_blocks, spec.block_size, self.index)
+        self._lookup = Lookup(self.index, self._trails if spec.copies_beginnings else None, spec.block_size)
+        self._copies = Copies(self._pool, spec.block_size)
         self.pins = Pins(spec, num_blocks, self.keeper.retention, self.index)
         self._allocator: Allocator = PagedAllocator(self._pool)
         self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
-        self._restores: dict[int, Restore] = {}
+        self._restores = None if self.tier is None else Restores(self.tier, self.keeper, self.index)
         self._num_touched = 0
 
     # Queries
@@ -97,31 +109,26 @@ class KVManager:
 
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of a request that holds no blocks. At least its last token is left to compute."""
-        record = self._records[request.request_id]
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return self.no_match()
-        limit = most_blocks(request, self._block_size)
-        record.hash_up_to(request, limit, self._block_size)
-        return self.index.match(record.hashes, limit)
+        return self._lookup.match(request, self._records[request.request_id])
 
     def restorable(self, request: Request, match: PrefixMatch) -> Restore | None:
         """What the tier would add to the hit `match` of a waiting request."""
-        record = self._records[request.request_id]
-        limit = most_blocks(request, self._block_size)
-        if self.tier is None or request.wants_prompt_logprobs or match.num_tokens == limit * self._block_size:
+        if self._restores is None or request.wants_prompt_logprobs:
             return None
-        return self.tier.beyond(self.index, record.root, record.hashes, limit, match.num_tokens)
+        record = self._records[request.request_id]
+        return self._restores.find(record.root, record.hashes, request.num_tokens, match)
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         """Whether one of the `running` requests has yet to commit the block by which the hit `match` would be longer."""
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return False
-        return is_being_computed(self._records, request, match, running, self._block_size)
+        return self._lookup.is_being_computed(request, match, running, self._records)
 
     def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
         """Why `match` covers no more of the prompt."""
-        plain = plain_miss(request, match, self._block_size, caching=self.enable_prefix_caching)
-        if plain is not None:
+        if (plain := self._lookup.plain_miss(request, match, caching=self.enable_prefix_caching)) is not None:
             return plain
         record = self._records[request.request_id]
         return self.keeper.explain(record.root, request.prompt_token_ids, record.hashes, match.num_tokens, self._block_size)
@@ -130,14 +137,14 @@ class KVManager:
         return no_match(self._num_groups)
 
     def max_request_tokens(self, limit: int) -> int:
-        """The most tokens, up to `limit`, that one request alone can have."""
         return self.spec.max_request_tokens(self.num_blocks, limit)
 
     def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
         """Whether all tokens of a waiting request can get blocks now and leave the watermark and `growth` free, which is not asked
         of one that would run alone."""
         reserve = 0 if alone else self.watermark_blocks + growth
-        return self.blocks_to_admit(request, match) + reserve <= self.num_free_blocks
+        need = blocks_to_admit(self._pool, self._windows, self._block_size, request.num_tokens, match)
+        return need + reserve <= self._pool.num_free
 
     def cached(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks, of all groups, that hold what these names say."""
@@ -147,25 +154,24 @@ class KVManager:
 
     def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
         """Root and names of the whole blocks of a prompt."""
-        root = self._root(salt)
-        return root, prompt_hashes(root, token_ids, self._block_size)
+        return (root := self._root(salt)), prompt_hashes(root, token_ids, self._block_size)
 
-    def blocks_to_admit(self, request: Request, match: PrefixMatch) -> int:
-        """Free blocks that all tokens of a request need after the hit `match`. Hit blocks that others hold cost nothing as long as
-        the request keeps them; free ones leave the free queue like new ones."""
-        last = (request.num_tokens - 1) // self._block_size
-        need = 0
-        for window, ids, first in zip(self._windows, match.block_ids, match.first_blocks, strict=True):
-            keep = first_block(last * self._block_size, window, self._block_size)
-            need += last + 1 - keep
-            need -= sum(self._pool.ref_count(block_id) > 0 for block_id in ids[max(first, keep) :])
-        return need
+    def find(self, token_ids: list[int], salt: str) -> tuple[PrefixMatch, PrefixMiss | None]:
+        """What a prompt would find now, and why no more if that is all of its whole blocks."""
+        root, hashes = self.hashes_of(token_ids, salt)
+        return self._lookup.find_all(root, hashes, token_ids)
+
+    def has_room_to_fork(self, count: int) -> bool:
+        return count * self._num_groups + self.watermark_blocks <= self._pool.num_free
 
     def fit(self, request: Request, num_new_tokens: int) -> int:
         """The most new tokens, up to `num_new_tokens`, that `allocate` would grant now."""
-        table = self._records[request.request_id].tables[0]
-        blocks = len(table) + self._allocator.room(self._num_groups)
-        return min(num_new_tokens, blocks * self._block_size - request.num_computed_tokens)
+        record = self._records[request.request_id]
+        free = self._pool.num_free
+        if record.shares_tail:
+            free -= len(self._copies.needed(record.tables, request.num_computed_tokens))
+        blocks = len(record.tables[0]) + free // self._num_groups
+        return 0 if free < 0 else min(num_new_tokens, blocks * self._block_size - request.num_computed_tokens)
 
     def block_tables(self, request: Request) -> tuple[array[int], ...]:
         """Per group, logical block -> block id: the manager's own arrays, lent until the step is updated."""
@@ -177,20 +183,19 @@ class KVManager:
         return KVUsage(total=pool.num_blocks, live=live, cached=pool.num_cached, free=empty, evictions=pool.num_evictions)
 
     def account(self, requests: Iterable[Request]) -> MemoryAccount:
-        """Bytes now; `requests` are all that hold blocks. Blocks that are not full are a request's own: shared ones are full."""
-        held = [(self._records[request.request_id], request.num_computed_tokens) for request in requests]
-        return account_blocks(
-            self.spec,
-            num_live=self._pool.num_blocks - self._pool.num_free,
-            num_touched=self._num_touched,
-            held=[(record.tables, record.let_go, computed) for record, computed in held],
-        )
+        """Bytes now; `requests` are all that hold blocks."""
+        records = ((self._records[request.request_id], request.num_computed_tokens) for request in requests)
+        held = [(record.tables, record.let_go, computed) for record, computed in records]
+        return account_blocks(self.spec, num_live=self.usage().live, num_touched=self._num_touched, held=held)
 
     # Changes
 
     def take_plan(self) -> MemoryPlan:
-        """Paged blocks are shared in place and stay committed."""
-        return NO_PLAN
+        """Paged blocks stay committed."""
+        return self._copies.take()
+
+    def complete_plan(self) -> None:
+        self._copies.complete()
 
     def advance(self, now: float) -> None:
         """It is `now`, in seconds that never go back; called before each step. Claims whose time is up end."""
@@ -206,6 +211,7 @@ class KVManager:
         if request.kv and request.kv.pin:
             record.hash_up_to(request, request.num_prompt_tokens // self._block_size, self._block_size)
         self.pins.add(request, tuple(record.hashes))
+        record.trail = self._trails.open(record.root, record.hashes, request)
         self._records[request.request_id] = record
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
@@ -216,14 +222,35 @@ class KVManager:
             self._pool.share(ids[first:])
             record.tables[group].extend(ids)
             record.let_go[group] = first
-        record.num_found = record.num_committed = match.num_tokens // self._block_size
-        if record.num_found and not request.num_preemptions:
-            self.keeper.found(record.hashes, record.num_found)
+        self._pool.share(match.copied_from)
+        for table, block_id in zip(record.tables, match.copied_from, strict=False):
+            table.append(block_id)
+        record.shares_tail = match.num_copied > 0
+        self._found(request, record, match.num_tokens // self._block_size)
+
+    def fork(self, source: Request, request: Request) -> None:
+        """Hold what `source` does. The block that is not full stays shared until one of them writes to it."""
+        theirs, record = self._records[source.request_id], self._records[request.request_id]
+        assert not record.tables[0], f"request {request.request_id} holds blocks already"
+        for table, other, first in zip(record.tables, theirs.tables, theirs.let_go, strict=True):
+            self._pool.share(other[first:])
+            table.extend(other)
+        record.hash_up_to(request, theirs.num_committed, self._block_size)
+        record.let_go = list(theirs.let_go)
+        record.shares_tail = theirs.shares_tail = True
+        self._found(request, record, theirs.num_committed)
 
     def allocate(self, request: Request, num_new_tokens: int) -> bool:
         """Make room for the rows [num_computed_tokens, + num_new_tokens); False, and nothing changed, if the pool has too few."""
-        tables = self._records[request.request_id].tables
+        record = self._records[request.request_id]
+        tables = record.tables
         missing = -(-(request.num_computed_tokens + num_new_tokens) // self._block_size) - len(tables[0])
+        if record.shares_tail:
+            shared = self._copies.needed(tables, request.num_computed_tokens)
+            if len(shared) + max(0, missing) * self._num_groups > self._pool.num_free:
+                return False
+            self._copies.plan(shared, request.num_computed_tokens)
+            record.shares_tail = False
         if missing > 0 and not self._allocator.grow(tables, missing):
             return False
         # Blocks that keep nothing are reused first, so no more have ever been written than were in use at once.
@@ -250,37 +277,23 @@ class KVManager:
             self._enter(group, record.root, record.hashes[start - 1] if start else record.root, hashes, block_ids)
             if self.tier is not None:
                 self.tier.offer(group, hashes, block_ids, record.root)
+        self._trails.passed(record.trail, start, record.tables[0][start:full])
         record.num_committed = full
 
     def prepare_restore(self, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
         """Hold blocks for what a tier will bring, and none of the hit `match`; None, and nothing changed, when too few are free."""
-        assert self.tier is not None
-        hit = [block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]]
-        self._pool.share(hit)
-        taken = self._pool.take(len(restore.missing))
-        self._pool.release(reversed(hit))
-        if taken is None:
-            return None
-        self._restores[(plan := self.tier.prepare(restore, taken)).plan_id] = restore
-        return plan
+        assert self._restores is not None
+        return self._restores.prepare(restore, match)
 
     def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> None:
         """Enter what was brought into the prefix index, and let go of the plan's blocks."""
-        assert self.tier is not None
-        copies = self.tier.complete(plan_id).copies
-        self.keeper.enter_restored(self._restores.pop(plan_id), copies, filled)
-        self._pool.release(copy.block_id for copy in reversed(copies))
+        assert self._restores is not None
+        self._restores.complete(plan_id, filled)
 
     def swap_out(self, request: Request) -> bool:
         """Before `release`: offer the tier what it lacks of a request. Whether it can come back from there sooner than computed."""
         record = self._records[request.request_id]
-        if self.tier is None or not record.num_committed:
-            return False
-        num_blocks, stop = 0, record.num_committed
-        for group, (table, start) in enumerate(zip(record.tables, record.let_go, strict=True)):
-            self.tier.offer(group, record.hashes[start:stop], table[start:stop], record.root)
-            num_blocks += stop - min(start, stop)
-        return self.tier.is_cheaper(num_blocks, stop * self._block_size)
+        return self._restores is not None and self._restores.offer(record, record.let_go)
 
     def trim(self, request: Request) -> None:
         """Let go of blocks that lie wholly before the window of the next row, at position `num_computed_tokens`."""
@@ -311,11 +324,12 @@ class KVManager:
         record = self._records[request.request_id]
         if record.num_committed:
             self.keeper.left(record.hashes, record.num_found, record.num_committed)
-        freed = self._give_back(record, [len(record.tables[0])] * self._num_groups)
+        freed = self._copies.withdraw(record.tables)
+        freed += self._give_back(record, [len(record.tables[0])] * self._num_groups)
         # New tables, not cleared ones: the step that is under way may still read the old ones.
         record.tables = self._empty_tables()
         record.let_go = [0] * self._num_groups
-        record.num_committed = 0
+        record.num_committed, record.shares_tail = 0, False
         return freed
 
     def free(self, request: Request) -> int:
@@ -323,12 +337,18 @@ class KVManager:
         record = self._records[request.request_id]
         freed = self.release(request)
         self.pins.forget(request.request_id)
+        self._trails.close(record.trail, computed=request.num_computed_tokens > 0)
         del self._records[request.request_id]
         if request.num_computed_tokens:
             self.keeper.remember(record.root, request.prompt_token_ids, request.output_token_ids, record.hashes)
         return freed
 
     # Helpers
+
+    def _found(self, request: Request, record: _Record, num_blocks: int) -> None:
+        record.num_found = record.num_committed = num_blocks
+        if num_blocks and not request.num_preemptions:
+            self.keeper.found(record.hashes, num_blocks)
 
     def _enter(
         self, group: int, root: BlockHash, parent: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]
@@ -359,7 +379,8 @@ class KVManager:
             for block_id in self.tier.pinned():
                 counts[block_id] += 1
         self.keeper.check_invariants()
-        for block_id in self.keeper.retention.pinned_blocks():
+        self._trails.check_invariants()
+        for block_id in [*self.keeper.retention.pinned_blocks(), *self._copies.sources()]:
             counts[block_id] += 1
         for record in self._records.values():
             for table, let_go in zip(record.tables, record.let_go, strict=True):

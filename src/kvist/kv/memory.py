@@ -97,11 +97,14 @@ def account_blocks(
     spec: KVSpec, *, num_live: int, num_touched: int, held: Iterable[tuple[Sequence[array[int]], Sequence[int], int]]
 ) -> MemoryAccount:
     """Of a pool with `num_live` held blocks. `held`: per request its tables, how many leading entries of each it has let go, and
-    how many tokens it has computed. Blocks that are not full are a request's own: shared ones are full."""
+    how many tokens it has computed. A block that is not full is a request's own, or shared by forks that are equally far."""
     num_held = empty = 0
+    tails = set()
     for tables, let_go, computed in held:
         num_held += sum(len(table) - gone for table, gone in zip(tables, let_go, strict=True))
-        empty += len(tables) * (len(tables[0]) * spec.block_size - computed)
+        if tables[0] and tables[0][-1] not in tails:
+            tails.add(tables[0][-1])
+            empty += len(tables) * (len(tables[0]) * spec.block_size - computed)
     block_bytes = spec.block_bytes
     return MemoryAccount(
         reserved=num_live * block_bytes,
@@ -122,6 +125,8 @@ class KVMemory(Protocol):
     enable_prefix_caching: bool
     index: PrefixIndex
     """What can be found; empty without prefix caching."""
+    shares_in_place: bool
+    """Whether several requests can hold one block, so that one can fork off another."""
 
     @property
     def num_free_blocks(self) -> int: ...
@@ -143,6 +148,9 @@ class KVMemory(Protocol):
     def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
         """Root and names of the whole blocks of a prompt."""
 
+    def find(self, token_ids: list[int], salt: str) -> tuple[PrefixMatch, PrefixMiss | None]:
+        """What a prompt would find now, and why no more if that is all of its whole blocks."""
+
     def match(self, request: Request) -> PrefixMatch: ...
 
     def no_match(self) -> PrefixMatch: ...
@@ -154,6 +162,9 @@ class KVMemory(Protocol):
     def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
         """Whether a waiting request can be admitted with the hit `match`; `alone`: nobody runs, so no reserve is kept. `growth`:
         blocks that stay free for those that run, besides the reserve."""
+
+    def has_room_to_fork(self, count: int) -> bool:
+        """Whether so many forks could go on, each writing to blocks of its own, and leave the reserve free."""
 
     def fit(self, request: Request, num_new_tokens: int) -> int: ...
 
@@ -171,6 +182,9 @@ class KVMemory(Protocol):
 
     def attach(self, request: Request, match: PrefixMatch) -> None: ...
 
+    def fork(self, source: Request, request: Request) -> None:
+        """Hold what `source` does, which has committed what it computed; the caller sets `num_computed_tokens`."""
+
     def allocate(self, request: Request, num_new_tokens: int) -> bool: ...
 
     def commit(self, request: Request) -> None: ...
@@ -185,5 +199,8 @@ class KVMemory(Protocol):
 
     def take_plan(self) -> MemoryPlan:
         """What has to be done to the arena before the next step; each item is given out once."""
+
+    def complete_plan(self) -> None:
+        """What was taken has been done, or the step was given up."""
 
     def check_invariants(self) -> None: ...

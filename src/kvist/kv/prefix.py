@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvist.kv.block import BlockHash
 from kvist.kv.spec import first_block
@@ -17,12 +17,24 @@ from kvist.kv.spec import first_block
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix that needs no computing: `num_tokens` (whole blocks) and, per group, the ids of its logical blocks. Entries before
+    """A prefix of `num_tokens` that needs no computing and, per group, the ids of its logical blocks. Entries before
     `first_blocks[group]` are outside the window of the next row and hold 0."""
 
     num_tokens: int
     block_ids: tuple[array[int], ...]
+    """Of whole blocks, which hold all but the last `num_copied` tokens."""
     first_blocks: tuple[int, ...]
+    copied_from: tuple[int, ...] = ()
+    """Per group, the block whose first `num_copied` tokens are copied; empty if none are."""
+    num_copied: int = 0
+
+    def whole(self) -> PrefixMatch:
+        """What needs no copy."""
+        return (
+            self
+            if not self.num_copied
+            else replace(self, num_tokens=self.num_tokens - self.num_copied, copied_from=(), num_copied=0)
+        )
 
 
 @dataclass(frozen=True, slots=True)

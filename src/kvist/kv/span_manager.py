@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 from kvist.errors import InvalidRequestError
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
+from kvist.kv.lookup import Lookup
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, require_a_token
-from kvist.kv.names import Record, is_being_computed, most_blocks, no_match, plain_miss
+from kvist.kv.names import Record, no_match
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spans import Span, SpanAllocator
 from kvist.kv.spec import KVSpec, first_block
+from kvist.kv.trails import Trails
 from kvist.request import PrefixMiss, Request
 
 
@@ -31,6 +33,8 @@ class _Record(Record):
 
 class SpanManager:
     """`KVMemory` over a `SpanAllocator`, which is made by `make_spans` with the function that it tells of evictions."""
+
+    shares_in_place = False
 
     def __init__(
         self,
@@ -51,7 +55,10 @@ class SpanManager:
         self._key = key
         self._block_size = spec.block_size
         self._windows = tuple(group.window for group in spec.groups)
-        self.index = PrefixIndex(spans.num_ids if enable_prefix_caching else 0, self._windows, spec.block_size)
+        num_found = spans.num_ids if enable_prefix_caching else 0
+        self.index = PrefixIndex(num_found, self._windows, spec.block_size)
+        self._trails = Trails(num_found, spec.block_size, self.index)
+        self._lookup = Lookup(self.index, self._trails if spec.copies_beginnings else None, spec.block_size)
         self._records: dict[str, _Record] = {}
         self._copies: list[tuple[int, int]] = []
         self._evictions = 0
@@ -81,13 +88,15 @@ class SpanManager:
         root = root_hash(self._key, self.spec.kv_format, self._block_size, salt)
         return root, prompt_hashes(root, token_ids, self._block_size)
 
+    def find(self, token_ids: list[int], salt: str) -> tuple[PrefixMatch, PrefixMiss | None]:
+        root, hashes = self.hashes_of(token_ids, salt)
+        return self._lookup.find_all(root, hashes, token_ids)
+
     def match(self, request: Request) -> PrefixMatch:
         record = self._records[request.request_id]
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return self.no_match()
-        limit = most_blocks(request, self._block_size)
-        record.hash_up_to(request, limit, self._block_size)
-        return self.index.match(record.hashes, limit)
+        return self._lookup.match(request, record)
 
     def no_match(self) -> PrefixMatch:
         return no_match(len(self._windows))
@@ -95,18 +104,19 @@ class SpanManager:
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return False
-        return is_being_computed(self._records, request, match, running, self._block_size)
+        return self._lookup.is_being_computed(request, match, running, self._records)
 
     def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
-        plain = plain_miss(request, match, self._block_size, caching=self.enable_prefix_caching)
+        plain = self._lookup.plain_miss(request, match, caching=self.enable_prefix_caching)
         return plain or PrefixMiss("not_found" if self._evictions else "never_seen", match.num_tokens)
 
     def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
-        sources = tuple(
-            block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]
-        )
+        sources = self._sources(match)
         blocks = -(-request.num_tokens // self._block_size) + (0 if alone else -(-(self._reserve + growth) // len(self._windows)))
         return self._spans.can_open(self._longest(request), min(blocks, self.num_blocks), sources)
+
+    def has_room_to_fork(self, count: int) -> bool:
+        return False
 
     def fit(self, request: Request, num_new_tokens: int) -> int:
         span = self._records[request.request_id].span
@@ -148,24 +158,28 @@ class SpanManager:
             raise InvalidRequestError("kv asks to keep a prefix, which needs --kv-allocator paged.", param="kv")
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
-        self._records[request.request_id] = _Record(root, self._empty_tables())
+        record = self._records[request.request_id] = _Record(root, self._empty_tables())
+        record.trail = self._trails.open(root, record.hashes, request)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """Open the request's span, and plan copies of the hit into it."""
         record = self._records[request.request_id]
-        for ids, first in zip(match.block_ids, match.first_blocks, strict=True):
-            for block_id in ids[first:]:
-                self._spans.touch(block_id)
+        for block_id in self._sources(match):
+            self._spans.touch(block_id)
         span = self._open(request, record)
-        blocks = match.num_tokens // self._block_size
-        if not blocks:
+        if not match.num_tokens:
             return
-        granted = self._grow(record, span, blocks)
+        blocks = match.num_tokens // self._block_size
+        granted = self._grow(record, span, -(-match.num_tokens // self._block_size))
         assert granted, "a request is admitted only if its blocks are there"
+        self._copies += ((source, table[blocks]) for source, table in zip(match.copied_from, record.tables, strict=False))
         for group, (ids, first) in enumerate(zip(match.block_ids, match.first_blocks, strict=True)):
             self._copies += zip(ids[first:], record.tables[group][first:blocks], strict=True)
             self._let_go(record, span, group, first)
         record.num_committed = blocks
+
+    def fork(self, source: Request, request: Request) -> None:
+        raise AssertionError("nothing is shared in place")
 
     def allocate(self, request: Request, num_new_tokens: int) -> bool:
         record = self._records[request.request_id]
@@ -179,10 +193,11 @@ class SpanManager:
         if full == record.num_committed or not self.enable_prefix_caching:
             return
         record.hash_up_to(request, full, self._block_size)
+        start = record.num_committed
         for group, table in enumerate(record.tables):
-            start = record.num_committed
             parent = record.hashes[start - 1] if start else record.root
             self.index.insert(group, record.root, parent, record.hashes[start:full], table[start:full])
+        self._trails.passed(record.trail, start, record.tables[0][start:full])
         record.num_committed = full
 
     def trim(self, request: Request) -> None:
@@ -215,12 +230,15 @@ class SpanManager:
 
     def free(self, request: Request) -> int:
         freed = self.release(request)
-        del self._records[request.request_id]
+        self._trails.close(self._records.pop(request.request_id).trail, computed=request.num_computed_tokens > 0)
         return freed
 
     def take_plan(self) -> MemoryPlan:
         copies, self._copies = tuple(self._copies), []
         return MemoryPlan(tuple(self._spans.take_releases()), copies)
+
+    def complete_plan(self) -> None:
+        """A copy's source is out of danger before the step that could write to it."""
 
     def on_evict(self, span: Span) -> None:
         """A kept span is given up: its blocks are found no more."""
@@ -231,6 +249,11 @@ class SpanManager:
 
     def _empty_tables(self) -> tuple[array[int], ...]:
         return tuple(array("i") for _ in self._windows)
+
+    def _sources(self, match: PrefixMatch) -> tuple[int, ...]:
+        """The blocks that a hit is copied from."""
+        whole = (block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:])
+        return *whole, *match.copied_from
 
     def _longest(self, request: Request) -> int:
         return -(-(request.num_prompt_tokens + request.max_tokens) // self._block_size)
@@ -287,6 +310,7 @@ class SpanManager:
         """Walk everything; O(ids)."""
         self._spans.check_invariants()
         self.index.check_invariants()
+        self._trails.check_invariants()
         for record in self._records.values():
             if record.span is None:
                 assert not record.tables[0]

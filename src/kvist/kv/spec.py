@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 
 BYTES_PER_ELEMENT = {"bf16": 2, "f16": 2, "f32": 4}
+PER_TOKEN_FORMATS = frozenset(BYTES_PER_ELEMENT)
+"""Formats in which a token's bytes depend on that token alone, and not on others of its block."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class KVSpec:
     def bytes_per_token(self) -> int:
         """One token in all layers (of a model whose windows are not yet full)."""
         return sum(len(group.layers) for group in self.groups) * self.bytes_per_token_layer
+
+    @property
+    def copies_beginnings(self) -> bool:
+        """Whether the first tokens of a block serve another sequence, by copy, that goes on differently."""
+        return self.kv_format in PER_TOKEN_FORMATS
 
     def request_blocks(self, num_tokens: int) -> int:
         """The most blocks, over all groups, that a request holds at once while it grows to `num_tokens` row by row.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvist.kv.memory import KVMemory
 from kvist.kv.tiers import TransferPlan
-from kvist.request import EventKind, Request, RequestEvent
-from kvist.sched.output import PreemptionRecord
+from kvist.request import EventKind, Request, RequestEvent, RequestStatus
+from kvist.sched.output import PreemptionRecord, ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +37,25 @@ class Step:
     stalled: int = 0
     events: list[RequestEvent] = field(default_factory=list)
     restores: tuple[TransferPlan, ...] = ()
+    forks: dict[Job, Job] = field(default_factory=dict)
+    """Waiting jobs, the first of the queue, that go on where running ones come to the end of the same prompt in this step."""
 
     def note(self, request: Request, kind: EventKind, **details: int | float | str) -> None:
         if request.wants_events:
             self.events.append(RequestEvent(request.request_id, kind, details))
+
+    def start(self, job: Job, num_cached: int) -> None:
+        """The job is admitted for the first time."""
+        if job.told_waiting:
+            job.told_waiting = False
+            self.note(job.request, "started", seconds=self.now - job.request.arrival_time, tokens_cached=num_cached)
+
+    def fork(self, source: Job, job: Job) -> None:
+        self.forks[job] = source
+        self.start(job, job.request.num_prompt_tokens)
+
+    def forks_of(self, source: Job) -> tuple[str, ...]:
+        return tuple(job.request.request_id for job, other in self.forks.items() if other is source) if self.forks else ()
 
     def give(self, job: Job, rows: int) -> None:
         self.rows[job] = rows
@@ -58,3 +75,33 @@ class Step:
 
 def key_of(job: Job) -> tuple[float, int]:
     return job.key
+
+
+def lower(job: Job, rows: int, manager: KVMemory, forks: tuple[str, ...]) -> ScheduledRequest:
+    request = job.request
+    start = request.num_computed_tokens
+    stop = start + rows
+    logprobs_from = None
+    if request.wants_prompt_logprobs and job.num_prompt_logprobs < min(stop, request.num_prompt_tokens):
+        logprobs_from = max(start, job.num_prompt_logprobs)
+    return ScheduledRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids(start, stop),
+        start=start,
+        block_tables=manager.block_tables(request),
+        samples=stop == request.num_tokens and len(request.output_token_ids) < request.max_tokens,
+        prompt_logprobs_from=logprobs_from,
+        forks=forks,
+    )
+
+
+def source_of(job: Job, running: Iterable[Job]) -> Job | None:
+    """A running choice of the same user's request whose first token has not been drawn: both go through the prompt once. The new
+    one waits until the other comes to its end, draws its own first token from the same logits, and goes on from there."""
+    request = job.request
+    if request.status is not RequestStatus.WAITING or not request.max_tokens or request.wants_prompt_logprobs:
+        return None
+    return next(
+        (one for one in running if one.request.prompt_token_ids is request.prompt_token_ids and not one.request.output_token_ids),
+        None,
+    )

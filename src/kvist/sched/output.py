@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from kvist.kv.memory import NO_PLAN, KVUsage, MemoryPlan
 from kvist.kv.tiers import TransferPlan
-from kvist.request import RequestEvent
+from kvist.request import PrefixMiss, Request, RequestEvent
+
+NO_LOOKUP = ("prompt_logprobs", "caching_off")
+"""Reasons of a miss for which the prompt was not compared with the cache at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class ScheduledRequest:
     """The last row reaches `num_tokens`: a token is drawn from its logits."""
     prompt_logprobs_from: int | None = None
     """Not None: the logits of every prompt row from here on are wanted as well (absolute position of the first such row)."""
+    forks: tuple[str, ...] = ()
+    """Waiting requests of the same tokens, which hold nothing: each draws a token from the same logits and goes on from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +66,45 @@ class SchedulerOutput:
         return not self.scheduled
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """What the scheduler has done since the start, and who is here now. The sources of the prompts add up:
-    `num_prompt_tokens - num_cached_tokens` is what had to be computed."""
+@dataclass(slots=True)
+class Totals:
+    """What the scheduler has done since the start. The sources of the prompts add up: `num_prompt_tokens - num_cached_tokens` is
+    what had to be computed."""
+
+    num_batched_tokens: int = 0
+    """Rows of all updated steps."""
+    num_prompt_tokens: int = 0
+    """Of all admitted requests, counted once each."""
+    num_cached_tokens: int = 0
+    """Of these, served by prefix hits."""
+    num_disk_tokens: int = 0
+    """Of those, brought back from a tier for their request."""
+    num_queried_tokens: int = 0
+    """Of these prompts, the tokens of those that were looked up."""
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    """Of these preemptions, whose victims were to come back from a tier."""
+    num_tokens_lost: int = 0
+    """Computed tokens that preempted requests had to give up."""
+    num_tokens_recomputed: int = 0
+    """Of these, what was not in the index any more when they went on."""
+    num_stalls: int = 0
+    """Times that a running request stood still in a step for want of a block."""
+
+    def admit(self, request: Request, num_cached: int, num_disk: int, miss: PrefixMiss) -> None:
+        """Where a prompt comes from: told at the first admission only, as after a preemption a request may find its own blocks."""
+        request.num_cached_tokens, request.num_disk_tokens, request.prefix_miss = num_cached, num_disk, miss
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_cached_tokens += num_cached
+        self.num_disk_tokens += num_disk
+        self.num_queried_tokens += 0 if miss.reason in NO_LOOKUP else request.num_prompt_tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerStats(Totals):
+    """A copy of the totals, and who is here now."""
 
     num_running: int
     num_waiting: int
     num_steps: int
-    num_batched_tokens: int
-    """Rows of all updated steps."""
-    num_prompt_tokens: int
-    """Of all admitted requests, counted once each."""
-    num_cached_tokens: int
-    """Of these, served by prefix hits."""
-    num_disk_tokens: int
-    """Of those, brought back from a tier for their request."""
-    num_queried_tokens: int
-    """Of these prompts, the tokens of those that were looked up."""
-    num_preemptions: int
-    num_swaps: int
-    """Of these preemptions, whose victims were to come back from a tier."""
-    num_tokens_lost: int
-    """Computed tokens that preempted requests had to give up."""
-    num_tokens_recomputed: int
-    """Of these, what was not in the index any more when they went on."""
-    num_stalls: int
-    """Times that a running request stood still in a step for want of a block."""
     kv: KVUsage

@@ -12,7 +12,8 @@ Order of a step, under one budget of rows:
    free reserve (the watermark; it is not asked of a request that would run alone). The running ones have no claim on free blocks
    then: budget is left over only when each has got all the rows that it lacks, or when no block is free. For the same reason a
    request whose prefix a running one is just computing waits for it, in its place: the next step finds the blocks in the index. If
-   the other one ends or gives way before that, it computes them by itself.
+   the other one ends or gives way before that, it computes them by itself. A further choice of a user's request takes no rows:
+   it forks off where the first one's prompt ends, and both draw from the same logits.
 
 When blocks run out, a request takes those of the newest running request that is newer than itself; if there is none it keeps its
 own blocks and stands still. A preempted request waits at its old place, before all that came after it, and comes back only when the
@@ -32,20 +33,19 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 
 from kvist.errors import ContextLengthError
 from kvist.kv.memory import KVMemory, MemoryAccount
 from kvist.kv.prefix import PrefixMatch
-from kvist.request import FinishReason, Request, RequestStatus
-from kvist.sched.jobs import Job, Step, key_of
-from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput, SchedulerStats
+from kvist.request import FinishReason, PrefixMiss, Request, RequestStatus
+from kvist.sched.jobs import Job, Step, key_of, lower, source_of
+from kvist.sched.output import PreemptionRecord, SchedulerOutput, SchedulerStats, Totals
 from kvist.sched.policy import Policy, PriorityThenArrival
 from kvist.sched.preemption import Preemption, PreemptionLog
 from kvist.sched.prefetch import DEPTH, Prefetcher
 
-NO_LOOKUP = ("prompt_logprobs", "caching_off")
-"""Reasons of a miss for which the prompt was not compared with the cache at all."""
 MAX_DOUBLINGS = 6
 """Of the room that a request leaves to others after a preemption: about a thousand tokens to each."""
 
@@ -84,15 +84,7 @@ class Scheduler:
         self._now = 0.0
         self._num_arrivals = 0
         self._step = 0
-        self._num_batched_tokens = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_disk_tokens = 0
-        self._num_preemptions = self._num_swaps = 0
-        self._num_queried_tokens = 0
-        self._num_tokens_recomputed = 0
-        self._num_tokens_lost = 0
-        self._num_stalls = 0
+        self._totals = Totals()
 
     @property
     def effective_max_tokens(self) -> int:
@@ -141,6 +133,8 @@ class Scheduler:
         queue = self._running if job.request.status is RequestStatus.RUNNING else self._waiting
         del queue[bisect_left(queue, job.key, key=key_of)]
         self._in_flight.pop(request_id, None)
+        if not self._in_flight:
+            self._manager.complete_plan()
         self._manager.free(job.request)
         self._preemptions.ended(request_id)
         if self._prefetcher is not None:
@@ -162,13 +156,13 @@ class Scheduler:
         self._advance_running(step, one_row=False)
         obstacle = "blocks" if step.preempted else self._admit(step)
         if not step.preempted:
-            self._look_ahead(self._waiting[:DEPTH], step)
+            self._look_ahead([job for job in self._waiting[: DEPTH + len(step.forks)] if job not in step.forks], step)
         self._tell_newcomers(step, obstacle)
-        self._num_stalls += step.stalled
+        self._totals.num_stalls += step.stalled
         self._in_flight = {job.request.request_id: job for job in step.rows}
         return SchedulerOutput(
             step=self._step,
-            scheduled=tuple(self._lower(job, rows) for job, rows in step.rows.items()),
+            scheduled=tuple(lower(job, rows, self._manager, step.forks_of(job)) for job, rows in step.rows.items()),
             preempted=tuple(step.preempted),
             num_batched_tokens=self._budget - step.budget,
             num_waiting=len(self._waiting),
@@ -184,17 +178,21 @@ class Scheduler:
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
         """The step has been computed. Requests that ended since `schedule` are passed over."""
         assert output.step == self._step, "steps are updated in order"
+        self._manager.complete_plan()
         for item in output.scheduled:
             job = self._in_flight.pop(item.request_id, None)
             if job is None:
                 continue
             request = job.request
             request.num_computed_tokens += len(item.token_ids)
-            self._num_batched_tokens += len(item.token_ids)
+            self._totals.num_batched_tokens += len(item.token_ids)
             if item.prompt_logprobs_from is not None:
                 job.num_prompt_logprobs = min(request.num_computed_tokens, request.num_prompt_tokens)
             if self._use_cache:
                 self._manager.commit(request)
+            for request_id in item.forks:
+                if request_id in self._jobs and request_id in sampled:
+                    self._fork(request, self._jobs[request_id], sampled[request_id])
             token_id = sampled.get(item.request_id)
             if token_id is not None:
                 assert item.samples, f"request {item.request_id} was not to be sampled in this step"
@@ -210,19 +208,10 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
+            **asdict(self._totals),
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_steps=self._step,
-            num_batched_tokens=self._num_batched_tokens,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_disk_tokens=self._num_disk_tokens,
-            num_queried_tokens=self._num_queried_tokens,
-            num_tokens_recomputed=self._num_tokens_recomputed,
-            num_preemptions=self._num_preemptions,
-            num_swaps=self._num_swaps,
-            num_tokens_lost=self._num_tokens_lost,
-            num_stalls=self._num_stalls,
             kv=self._manager.usage(),
         )
 
@@ -278,10 +267,10 @@ class Scheduler:
         step.hold_up(victim, "preempted", tokens_lost=request.num_computed_tokens)
         if swap:
             step.note(request, "swapped", tokens=request.num_computed_tokens)
-            self._num_swaps += 1
+            self._totals.num_swaps += 1
         self._preemptions.add(step.preempted[-1], (request.cache_salt, cause.request.cache_salt), swap, step.now)
-        self._num_preemptions += 1
-        self._num_tokens_lost += request.num_computed_tokens
+        self._totals.num_preemptions += 1
+        self._totals.num_tokens_lost += request.num_computed_tokens
         victim.num_lost = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -291,29 +280,58 @@ class Scheduler:
     def _admit(self, step: Step) -> str:
         """Start waiting requests in order; what the first that still waits lacks (of no meaning if none does)."""
         manager = self._manager
-        while self._waiting:
-            if len(self._running) >= self._max_running:
+        while len(step.forks) < len(self._waiting):
+            job = self._waiting[len(step.forks)]
+            seats = len(self._running) + len(step.forks)
+            if seats >= self._max_running:
                 return "seats"
-            if step.budget <= 0:
+            source = source_of(job, self._running) if self._use_cache and manager.shares_in_place else None
+            # Each will need a row of its own in the next step.
+            if seats >= self._budget or (source is None and step.budget <= 0):
                 return "rows"
-            job = self._waiting[0]
+            if source is not None:
+                if step.rows.get(source) != source.pending:
+                    return "prefix"
+                if not manager.has_room_to_fork(len(step.forks) + 1):
+                    return "blocks"
+                step.fork(source, job)
+                continue
             match = manager.match(job.request) if self._use_cache else manager.no_match()
             if self._use_cache and manager.is_being_computed(job.request, match, (one.request for one in self._running)):
                 return "prefix"
             if self._waits_for_tier(job, step):
                 return "tier"
-            if not manager.has_room(job.request, match, alone=not self._running, growth=self._growth(job)):
-                if self._running or not match.num_tokens:
-                    return "blocks"
-                # What holds the prefix leaves no room to copy it: computing it needs less.
-                match = manager.no_match()
-            del self._waiting[0]
-            self._start(job, match, step)
+            admitted = self._admissible(job, match)
+            if admitted is None:
+                return "blocks"
+            del self._waiting[len(step.forks)]
+            self._start(job, admitted, step)
             rows = manager.fit(job.request, min(job.pending, step.budget))
             granted = rows > 0 and manager.allocate(job.request, rows)
             assert granted, "a request is admitted only if its blocks are there"
             step.give(job, rows)
         return ""
+
+    def _fork(self, source: Request, job: Job, token_id: int) -> None:
+        request = job.request
+        self._manager.fork(source, request)
+        del self._waiting[bisect_left(self._waiting, job.key, key=key_of)]
+        if self._prefetcher is not None:
+            self._prefetcher.forget(request.request_id)
+        request.num_computed_tokens = source.num_computed_tokens
+        self._totals.admit(request, request.num_prompt_tokens, 0, PrefixMiss("whole_prompt", request.num_prompt_tokens))
+        request.first_scheduled_time = self._now
+        request.output_token_ids.append(token_id)
+        self._manager.trim(request)
+        self._run(job)
+
+    def _admissible(self, job: Job, match: PrefixMatch) -> PrefixMatch | None:
+        """As much of a hit as there is room for: what is copied from, and must stay until then, may be in the way."""
+        growth, alone = self._growth(job), not self._running
+        for fewer in (match, match.whole()) if match.num_copied else (match,):
+            if self._manager.has_room(job.request, fewer, alone=alone, growth=growth):
+                return fewer
+        return self._manager.no_match() if alone and match.num_tokens else None
 
     def _look_ahead(self, jobs: Sequence[Job], step: Step) -> None:
         """Have blocks brought back for waiting requests; after admission, so that this evicts nothing that those just found."""
@@ -333,7 +351,7 @@ class Scheduler:
 
     def _tell_newcomers(self, step: Step, obstacle: str) -> None:
         for job in self._newcomers:
-            if job.request.status is RequestStatus.WAITING:
+            if job.request.status is RequestStatus.WAITING and job not in step.forks:
                 job.told_waiting = True
                 step.note(job.request, "waiting", ahead=bisect_left(self._waiting, job.key, key=key_of), reason=obstacle)
         self._newcomers.clear()
@@ -344,38 +362,17 @@ class Scheduler:
         self._manager.attach(request, match)
         request.num_computed_tokens = match.num_tokens
         if request.status is RequestStatus.WAITING:
-            # Counted at the first admission only: after a preemption a request may find its own blocks again.
-            request.num_cached_tokens = match.num_tokens
-            request.num_disk_tokens = brought
-            self._num_disk_tokens += brought
-            request.prefix_miss = self._manager.explain_miss(request, match)
-            self._num_prompt_tokens += request.num_prompt_tokens
-            self._num_cached_tokens += match.num_tokens
-            self._num_queried_tokens += 0 if request.prefix_miss.reason in NO_LOOKUP else request.num_prompt_tokens
-            request.first_scheduled_time = step.now
-            if job.told_waiting:
-                step.note(request, "started", seconds=step.now - request.arrival_time, tokens_cached=match.num_tokens)
+            self._totals.admit(request, match.num_tokens, brought, self._manager.explain_miss(request, match))
+            request.first_scheduled_time = self._now
+            step.start(job, match.num_tokens)
         else:
             self._preemptions.resumed(request.request_id, step.now, match.num_tokens)
-            self._num_tokens_recomputed += max(0, job.num_lost - match.num_tokens)
-        request.status = RequestStatus.RUNNING
-        insort(self._running, job, key=key_of)
+            self._totals.num_tokens_recomputed += max(0, job.num_lost - match.num_tokens)
+        self._run(job)
 
-    def _lower(self, job: Job, rows: int) -> ScheduledRequest:
-        request = job.request
-        start = request.num_computed_tokens
-        stop = start + rows
-        logprobs_from = None
-        if request.wants_prompt_logprobs and job.num_prompt_logprobs < min(stop, request.num_prompt_tokens):
-            logprobs_from = max(start, job.num_prompt_logprobs)
-        return ScheduledRequest(
-            request_id=request.request_id,
-            token_ids=request.token_ids(start, stop),
-            start=start,
-            block_tables=self._manager.block_tables(request),
-            samples=stop == request.num_tokens and len(request.output_token_ids) < request.max_tokens,
-            prompt_logprobs_from=logprobs_from,
-        )
+    def _run(self, job: Job) -> None:
+        job.request.status = RequestStatus.RUNNING
+        insort(self._running, job, key=key_of)
 
     def check_invariants(self) -> None:
         """Walk everything; O(requests + num_blocks)."""

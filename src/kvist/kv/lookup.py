@@ -1,0 +1,83 @@
+"""What any KV memory that shares prefixes tells from the names of blocks: what a request finds, waits for, and why it misses more.
+
+Nothing here changes anything but the memo of a request's block names. It knows no pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvist.kv.block import BlockHash
+from kvist.kv.names import Record
+from kvist.kv.prefix import PrefixIndex, PrefixMatch
+from kvist.kv.trails import Trails, common_length
+from kvist.request import PrefixMiss, Request
+
+
+class Lookup:
+    """Asks `index` and, where the beginnings of blocks can be copied (`trails` not None), `trails`."""
+
+    def __init__(self, index: PrefixIndex, trails: Trails | None, block_size: int) -> None:
+        self._index, self._trails, self._block_size = index, trails, block_size
+
+    def match(self, request: Request, record: Record) -> PrefixMatch:
+        """The longest cached prefix of a request that leaves at least its last token to compute."""
+        record.hash_up_to(request, (request.num_tokens - 1) // self._block_size, self._block_size)
+        return self.find(record.root, record.hashes, request.num_tokens, request.token_ids)
+
+    def find(
+        self, root: BlockHash, hashes: Sequence[BlockHash], num_tokens: int, token_ids: Callable[[int, int], list[int]]
+    ) -> PrefixMatch:
+        """The same of any tokens, `token_ids(start, stop)` being some of them, and `hashes` the names of their whole blocks."""
+        match = self._index.match(hashes, (num_tokens - 1) // self._block_size)
+        if self._trails is None:
+            return match
+        rest = token_ids(match.num_tokens, self._rest_end(match, num_tokens))
+        return self._trails.extend(match, root, hashes, rest)
+
+    def find_all(self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: list[int]) -> tuple[PrefixMatch, PrefixMiss | None]:
+        """What a prompt finds, and why no more if that is all of its whole blocks."""
+        match = self.find(root, hashes, len(token_ids), lambda start, stop: token_ids[start:stop])
+        return match, self.covered(match, len(token_ids))
+
+    def _rest_end(self, match: PrefixMatch, num_tokens: int) -> int:
+        """The end of what could be copied behind a hit of whole blocks: less than a block, and not the last token."""
+        return min(match.num_tokens + self._block_size - 1, num_tokens - 1)
+
+    def is_being_computed(
+        self, request: Request, match: PrefixMatch, running: Iterable[Request], records: Mapping[str, Record]
+    ) -> bool:
+        """Whether one of the `running` requests has yet to commit the block by which the hit `match` would be longer: a whole one,
+        or one of which the last step has given it room to compute at least half a block more than there is to copy now. What is
+        less is computed sooner than waited for, and so nobody waits for one of a row that share a little more each."""
+        record, size, block = records[request.request_id], self._block_size, match.num_tokens // self._block_size
+        more_whole = block < (request.num_tokens - 1) // size
+        rest = [] if self._trails is None else request.token_ids(block * size, self._rest_end(match.whole(), request.num_tokens))
+        if not more_whole and 2 * (len(rest) - match.num_copied) < size:
+            return False
+        for other in running:
+            theirs = records[other.request_id]
+            if theirs.root != record.root or not theirs.num_committed <= block < other.num_tokens // size:
+                continue
+            theirs.hash_up_to(other, block + 1, size)
+            if more_whole and theirs.hashes[block] == record.hashes[block]:
+                return True
+            if rest and len(theirs.tables[0]) > block and (not block or theirs.hashes[block - 1] == record.hashes[block - 1]):
+                common = common_length(other.token_ids(block * size, block * size + len(rest)), rest)
+                if 2 * (common - match.num_copied) >= size:
+                    return True
+        return False
+
+    def plain_miss(self, request: Request, match: PrefixMatch, *, caching: bool) -> PrefixMiss | None:
+        """Why `match` covers no more of the prompt, where that follows from the request alone."""
+        if not caching:
+            return PrefixMiss("caching_off", 0)
+        if request.wants_prompt_logprobs:
+            return PrefixMiss("prompt_logprobs", 0)
+        return self.covered(match, request.num_prompt_tokens)
+
+    def covered(self, match: PrefixMatch, num_prompt_tokens: int) -> PrefixMiss | None:
+        """Why a hit that covers all whole blocks of a prompt covers no more; None of a shorter one."""
+        if match.num_tokens < (num_prompt_tokens - 1) // self._block_size * self._block_size:
+            return None
+        return PrefixMiss("last_token" if match.num_tokens >= num_prompt_tokens - 1 else "partial_block", match.num_tokens)

@@ -1,0 +1,123 @@
+"""Which sequence went on behind a cached block: how a prompt that ends or turns off inside a block finds that block's beginning.
+
+The keys and values of a token depend on itself and those before it, so the first m tokens of a cached block serve every prompt that
+has the same m tokens there, by copy. Each sequence leaves its mark at the blocks it computed and at the one before them, the latest
+over earlier ones; who has been matched up to a block looks at the one sequence that is marked there. That costs a request a handful
+of comparisons, and a block one store. Tokens are not stored again: a mark leads to a request's own lists, which are kept while it
+lives and for the latest that have ended (within the bounds of `kv/history.py`).
+
+Marks are hints. A mark may be old, and its block reused: what it leads to counts only if its names up to there are the asker's, so
+nothing is ever shared between roots (salts, models, formats). This module knows neither reference counts nor eviction. Invariants:
+a sequence is open or among the latest that have ended, or it is forgotten, and then no mark leads to it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvist.kv.block import BlockHash
+from kvist.kv.history import MAX_PROMPTS, max_prompt_tokens
+from kvist.kv.prefix import PrefixIndex, PrefixMatch
+from kvist.request import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trail:
+    """The lists are the request's and the manager's own, and grow with them."""
+
+    root: BlockHash
+    hashes: list[BlockHash]
+    prompt: list[int]
+    output: list[int]
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        split = len(self.prompt)
+        return self.prompt[start:stop] + self.output[max(0, start - split) : max(0, stop - split)]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading items are equal."""
+    for length, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return length
+    return min(len(one), len(other))
+
+
+class Trails:
+    """`num_ids` block ids of `block_size` tokens, found in `index`."""
+
+    def __init__(self, num_ids: int, block_size: int, index: PrefixIndex) -> None:
+        self._block_size = block_size
+        self._index = index
+        self._mark = array("I", bytes(4 * num_ids))
+        """By block id of the first group: the number of a sequence, 0 for none."""
+        self._beginning: dict[BlockHash, int] = {}
+        """By root: the latest sequence that computed a first block."""
+        self._trails: dict[int, _Trail] = {}
+        self._ended: deque[int] = deque()
+        self._num_ended_tokens = 0
+        self._max_tokens = max_prompt_tokens(num_ids)
+        self._number = 0
+
+    def open(self, root: BlockHash, hashes: list[BlockHash], request: Request) -> int:
+        """A sequence begins; its number."""
+        self._number = self._number % 0xFFFFFFFF + 1
+        self._trails[self._number] = _Trail(root, hashes, request.prompt_token_ids, request.output_token_ids)
+        return self._number
+
+    def passed(self, number: int, start: int, block_ids: Sequence[int]) -> None:
+        """A sequence has computed these blocks (of the first group), from its logical block `start` on."""
+        mark, trail = self._mark, self._trails[number]
+        if not start:
+            self._beginning[trail.root] = number
+        elif (before := self._index.get(0, trail.hashes[start - 1])) is not None:
+            mark[before] = number
+        for block_id in block_ids:
+            mark[block_id] = number
+
+    def close(self, number: int, *, computed: bool) -> None:
+        """A sequence has ended; nobody changes its lists any more. It is remembered if it has `computed` anything."""
+        if not computed:
+            self._forget(number)
+            return
+        self._ended.append(number)
+        self._num_ended_tokens += self._trails[number].num_tokens
+        while len(self._ended) > MAX_PROMPTS or (self._num_ended_tokens > self._max_tokens and len(self._ended) > 1):
+            self._num_ended_tokens -= self._forget(self._ended.popleft()).num_tokens
+
+    def _forget(self, number: int) -> _Trail:
+        trail = self._trails.pop(number)
+        if self._beginning.get(trail.root) == number:
+            del self._beginning[trail.root]
+        return trail
+
+    def extend(self, match: PrefixMatch, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> PrefixMatch:
+        """The hit `match`, of whole blocks, made longer by the beginning of one more block if there is one. `hashes` are the
+        asker's names, at least of the blocks of the hit; `token_ids` are its tokens behind it, fewer than a block."""
+        length = match.num_tokens // self._block_size
+        if not length:
+            trail = self._trails.get(self._beginning.get(root, 0))
+        elif match.first_blocks[0] < length:
+            trail = self._trails.get(self._mark[match.block_ids[0][-1]])
+        else:
+            return match
+        if trail is None or len(trail.hashes) <= length or (length and trail.hashes[length - 1] != hashes[length - 1]):
+            return match
+        common = common_length(trail.token_ids(match.num_tokens, match.num_tokens + len(token_ids)), token_ids)
+        found = [self._index.get(group, trail.hashes[length]) for group in range(len(match.block_ids))] if common else []
+        sources = tuple(block_id for block_id in found if block_id is not None)
+        if not common or len(sources) < len(found):
+            return match
+        return replace(match, num_tokens=match.num_tokens + common, copied_from=sources, num_copied=common)
+
+    def check_invariants(self) -> None:
+        assert len(self._ended) == len(set(self._ended)) <= MAX_PROMPTS
+        assert self._num_ended_tokens == sum(self._trails[number].num_tokens for number in self._ended)
+        assert all(self._trails[number].root == root for root, number in self._beginning.items())
