@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, SecretStr
@@ -41,6 +42,12 @@ def test_answers_and_streams_are_the_same_and_counted(keyed: ServerThread) -> No
     assert [usage["output_tokens"] for usage in usages] == [whole.usage_metadata["output_tokens"]]
     assert usages[0]["input_token_details"]["cache_read"] == (usages[0]["input_tokens"] - 1) // 16 * 16
     assert whole.response_metadata["finish_reason"] == "stop"
+
+
+def test_a_prompt_that_is_too_long_is_known_as_such(keyed: ServerThread) -> None:
+    """LangChain and LiteLLM go by words of the message."""
+    with pytest.raises(ContextOverflowError, match="prompt is too long"):
+        chat(keyed).invoke("x" * 1000)
 
 
 def test_batches(keyed: ServerThread) -> None:

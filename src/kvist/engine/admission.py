@@ -51,11 +51,11 @@ def _budget(config: EngineConfig, num_prompt_tokens: int, max_tokens: int | None
         new = "" if num_prompt_tokens > limit else ", which leaves no room for a new one"
         if config.pool_tokens < config.max_model_len:
             raise ContextLengthError(
-                f"The prompt needs {num_prompt_tokens} tokens of KV cache and the pool holds {limit}{new}; "
-                "shorten the prompt or start the engine with a larger pool."
+                f"The prompt is too long: it needs {num_prompt_tokens} tokens of KV cache and the pool holds {limit}{new}; "
+                "shorten it or start the engine with a larger pool."
             )
         raise ContextLengthError(
-            f"The prompt has {num_prompt_tokens} tokens and the context holds {limit}{new}; shorten the prompt."
+            f"The prompt is too long: it has {num_prompt_tokens} tokens and the context holds {limit}{new}; shorten it."
         )
     room = limit - num_prompt_tokens
     return room if max_tokens is None else min(max_tokens, room)

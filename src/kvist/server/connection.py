@@ -26,7 +26,7 @@ HEAD_BYTES = 64 * 1024
 """Of a request, all but its body."""
 FRAMES = 8
 """Bytes that may frame each byte of a chunked body."""
-REQUESTS_AHEAD = 16
+REQUESTS_AHEAD = 64
 PIECE_BYTES = 16 * 1024
 """The parser gets no more at once, and the limits are looked at after each: they are passed by no more than this."""
 UNSENT_BYTES = 64 * 1024

@@ -93,6 +93,12 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Goes on answering until no request is open or the deadline has passed; only then are connections closed."""
         self._begin_drain()
+        if self._life.open_requests:
+            log.info(
+                "Stopping: %d open requests may go on for up to %g seconds; another signal ends them at once.",
+                self._life.open_requests,
+                self._drain_seconds,
+            )
         deadline = asyncio.create_task(self._end_open_requests())
         try:
             with contextlib.suppress(TimeoutError):
@@ -114,6 +120,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
+            # What is cut off now, as was asked for, is no error; uvicorn would show a traceback for each of its tasks.
+            logging.getLogger("uvicorn.error").disabled = True
         self.should_exit = True
         self._begin_drain()
 

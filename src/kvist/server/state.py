@@ -51,8 +51,8 @@ class ServerState:
         at_least = num_characters // self._longest_token
         if at_least > limit:
             raise ContextLengthError(
-                f"The prompt has {num_characters} characters, so at least {at_least} tokens, and the context holds {limit}; "
-                "shorten the prompt.",
+                f"The prompt is too long: it has {num_characters} characters, so at least {at_least} tokens, and the context holds "
+                f"{limit}; shorten it.",
                 param=param,
             )
 
