@@ -15,6 +15,8 @@ from kvist.request import SamplingParams
 
 def check_request(config: EngineConfig, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
     """The request's budget of new tokens. Raises InvalidRequestError, and ContextLengthError with both sizes."""
+    # First what costs nothing: looking at each of a million ids takes long.
+    budget = _budget(config, len(prompt_token_ids), params.max_tokens)
     _check_ids(prompt_token_ids, config.model.vocab_size)
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         for token_id in ids:
@@ -22,7 +24,6 @@ def check_request(config: EngineConfig, prompt_token_ids: Sequence[int], params:
                 raise InvalidRequestError(
                     f"{name} names token {token_id}, but the model's vocabulary has {config.model.vocab_size} tokens.", param=name
                 )
-    budget = _budget(config, len(prompt_token_ids), params.max_tokens)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidRequestError(
             f"min_tokens={params.min_tokens} is more than max_tokens={params.max_tokens}; raise one or lower the other.",

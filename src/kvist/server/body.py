@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvist.errors import InvalidRequestError
 from kvist.server.failures import Refusal
+from kvist.server.pieces import load
 
 T = TypeVar("T")
 
@@ -25,8 +26,9 @@ MAX_VALUES = 250_000
 READ_SECONDS = 60.0
 DISCARD_SECONDS = 1.0
 SMALL_BODY = 64 * 1024
-"""Bodies up to this size are parsed at once; larger ones in a thread, so that others' streams go on."""
+"""Bodies up to this size are parsed at once; larger ones in a thread and piece by piece, so that others' streams go on."""
 
+_CONTAINERS = (list, dict)
 QUOTE = ord('"')
 _PIECE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]|[^"\[\]{}]++', re.DOTALL)
 """A string, a bracket, or what lies between."""
@@ -101,13 +103,16 @@ def parse(body: bytes) -> Any:
     _check_shape(body)
     try:
         text = body.decode("utf-8")
-        value = json.loads(text)
+        value = json.loads(text) if len(body) <= SMALL_BODY else load(text)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not UTF-8 text (byte {error.start}).") from None
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error.msg} (character {error.pos}).") from None
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
         raise InvalidRequestError("The body is not JSON that can be read: a number has too many digits.") from None
+    _check_depth(value)
     if "\\ud" in text or "\\uD" in text:
         _check_surrogates(value)
     return value
@@ -115,7 +120,7 @@ def parse(body: bytes) -> Any:
 
 def _check_shape(body: bytes) -> None:
     """Refuse what is small to send and large to parse. What the body has of marks at all decides whether to look closer."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH and body.count(b",") < MAX_MEMBERS:
+    if sum(map(body.count, (b"[", b"{", b":"))) <= MAX_MEMBERS and body.count(b",") < MAX_VALUES:
         return
     depth = members = values = 0
     for match in _PIECE.finditer(body):
@@ -123,7 +128,7 @@ def _check_shape(body: bytes) -> None:
         if first in b"[{":
             depth, members = depth + 1, members + 1
             if depth > MAX_DEPTH:
-                raise InvalidRequestError(f"The body nests deeper than {MAX_DEPTH} levels.")
+                raise _too_deep()
         elif first in b"]}":
             depth -= 1
         elif first != QUOTE:
@@ -133,6 +138,20 @@ def _check_shape(body: bytes) -> None:
             raise InvalidRequestError(f"The body holds more than {MAX_MEMBERS} arrays, objects and members of objects.")
         if values > MAX_VALUES:
             raise InvalidRequestError(f"The body holds more than {MAX_VALUES} values.")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (item.values() if type(item) is dict else item for item in level if type(item) in _CONTAINERS)
+        level = [item for items in inner for item in items if type(item) in _CONTAINERS]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> InvalidRequestError:
+    return InvalidRequestError(f"The body nests deeper than {MAX_DEPTH} levels.")
 
 
 def _check_surrogates(value: Any) -> None:
