@@ -18,6 +18,7 @@ from server_sse import COMPLETIONS, stream, text_of
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
 from kvist.errors import InvalidRequestError
+from kvist.server import body as bodies
 from kvist.server.body import parse
 from kvist.server.connection import connection_class
 from kvist.server.options import ServerOptions
@@ -229,6 +230,18 @@ def test_a_silent_reader_slows_nobody_and_costs_no_blocks() -> None:
             connection.close()
 
 
+@pytest.mark.parametrize("beginning", [b"Content-Length: 9\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"])
+def test_a_body_that_does_not_end_is_not_waited_for(beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "READ_SECONDS", 0.2)
+    with serving(FakeEngine()) as server:
+        connection = server.connect()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + beginning)
+        answer = rest(connection)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b'"code":"timeout"' in answer
+        assert not fake_of(server).started
+
+
 @pytest.mark.parametrize("declared", [b"Content-Length: 200000000", b"Transfer-Encoding: chunked"])
 def test_an_oversized_body_is_refused_long_before_its_end(small_server: ServerThread, declared: bytes) -> None:
     connection = small_server.connect()
@@ -321,10 +334,10 @@ def test_a_head_below_the_limit_is_taken_and_so_is_a_body_in_tiny_chunks(server:
 
 def test_requests_sent_ahead_are_answered_in_their_order_and_bounded(server: ServerThread) -> None:
     connection = server.connect()
-    bodies: list[dict[str, Any]] = [{"prompt": f"twig {i}", "max_tokens": 200} for i in range(10)]
-    plain = [httpx.post(server.url + COMPLETIONS, json=body).json()["choices"][0]["text"] for body in bodies]
+    asked: list[dict[str, Any]] = [{"prompt": f"twig {i}", "max_tokens": 200} for i in range(10)]
+    plain = [httpx.post(server.url + COMPLETIONS, json=body).json()["choices"][0]["text"] for body in asked]
     connection.sendall(
-        b"".join(request(COMPLETIONS, body) for body in bodies) + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+        b"".join(request(COMPLETIONS, body) for body in asked) + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
     )
     answers = rest(connection).split(b"HTTP/1.1 200 OK")[1:]
     texts = [json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"][0]["text"] for answer in answers[:-1]]
