@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolChoiceOptionParam
+from pydantic import BaseModel
 from server_fakes import FakeEngine, FakeTokenizer, serving
 
+from helpers.tiny_engine import ISAS, tiny_engine
+from kvist.engine.async_engine import AsyncEngine
 from kvist.server.options import ServerOptions
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count: one two three"}]
@@ -144,3 +148,71 @@ def test_comments_in_a_stream_and_kvist_s_own_usage_do_not_disturb(api: openai.O
 def test_embeddings_are_refused_as_a_bad_request(api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="embedding"):
         api.embeddings.create(model="fake", input="twig")
+
+
+class Twig(BaseModel):
+    kind: Literal["twig", "leaf"]
+    dry: bool
+
+
+@pytest.fixture(scope="module")
+def random_model() -> Iterator[openai.OpenAI]:
+    """Only a grammar makes it write JSON, or call a tool."""
+    engine, options = tiny_engine(ISAS[-1], model={"context": 4096}), ServerOptions(warm_up=False, tool_call_parser="hermes")
+    with (
+        serving(AsyncEngine(engine), options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as api,
+    ):
+        yield api
+
+
+def test_answers_are_parsed_into_models_whole_and_streamed(random_model: openai.OpenAI) -> None:
+    completions = random_model.chat.completions
+    whole = completions.parse(model="tiny", messages=MESSAGES, response_format=Twig, seed=1).choices[0].message.parsed
+    assert isinstance(whole, Twig)
+    with completions.stream(model="tiny", messages=MESSAGES, response_format=Twig, seed=1) as events:
+        final = events.get_final_completion()
+    assert final.choices[0].message.parsed == whole
+
+
+def test_tool_calls_are_parsed_into_models_whole_and_streamed(random_model: openai.OpenAI) -> None:
+    completions, tools = random_model.chat.completions, [openai.pydantic_function_tool(Twig)]
+    named: ChatCompletionToolChoiceOptionParam = {"type": "function", "function": {"name": "Twig"}}
+    for choice, reason in ((named, "stop"), ("required", "tool_calls")):
+        whole = completions.parse(
+            model="tiny", messages=MESSAGES, tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=2
+        ).choices[0]
+        assert whole.finish_reason == reason
+        assert whole.message.tool_calls
+        assert isinstance(whole.message.tool_calls[0].function.parsed_arguments, Twig)
+        with completions.stream(
+            model="tiny", messages=MESSAGES, tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=2
+        ) as events:
+            kinds = {event.type for event in events}
+            final = events.get_final_completion().choices[0]
+        assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+        assert final.finish_reason == reason
+        assert final.message.tool_calls
+        assert final.message.tool_calls[0].function.parsed_arguments == whole.message.tool_calls[0].function.parsed_arguments
+
+
+def test_three_choices_stream_their_own_logprobs(random_model: openai.OpenAI) -> None:
+    fields = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "n": 3,
+        "seed": 3,
+        "temperature": 2,
+        "max_tokens": 9,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = random_model.chat.completions.create(**fields)  # type: ignore[call-overload]
+    texts, scores = ["", "", ""], [[], [], []]
+    for chunk in random_model.chat.completions.create(**fields, stream=True):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            scores[choice.index] += choice.logprobs.content if choice.logprobs else []
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert scores == [choice.logprobs.content for choice in whole.choices]
+    assert len(set(texts)) > 1
