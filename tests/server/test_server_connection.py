@@ -361,3 +361,20 @@ def test_a_client_that_leaves_with_a_request_sent_ahead_stops_the_one_that_runs(
     engine.release()
     assert engine.aborted[-1] == engine.started[-1]
     assert len(engine.started) == started + 1, "the second never began"
+
+
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
+@pytest.mark.parametrize("size", [10, 50_000])
+def test_a_wish_for_another_protocol_is_ignored_and_loses_no_body(server: ServerThread, name: bytes, size: int) -> None:
+    """Java's HTTP client and `curl --http2` express it at each request."""
+    body = {"prompt": "upgrade: a\nupgrade: b", "max_tokens": 3, "metadata": {"pad": "x" * size}}
+    wish = b"HTTP/1.1\r\n" + name + b": h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\n"
+    connection = server.connect()
+    for _ in range(2):
+        connection.sendall(request(COMPLETIONS, body).replace(b"HTTP/1.1\r\n", wish, 1))
+        answer = b""
+        while b"}]" not in answer and b"error" not in answer:
+            answer += connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert fake_of(server).prompts[-1] == FakeEngine().tokenizer.encode("upgrade: a\nupgrade: b")
+    connection.close()

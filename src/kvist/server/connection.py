@@ -13,6 +13,7 @@ Invariants: at most one timer of each kind a connection; when a connection is lo
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import sys
 from typing import cast
@@ -33,6 +34,8 @@ UNSENT_BYTES = 64 * 1024
 """What the system keeps for a client beyond what is on its way."""
 PROBE_SECONDS = 60
 """A silent connection is probed after this long, so that a client that vanished without a word is noticed."""
+
+_UPGRADE = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -55,6 +58,7 @@ class Connection(HttpToolsProtocol):
     _body_bytes = 0
     _other_bytes = 0
     """Of the request that is being read, body and all else."""
+    _in_head = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not asked for its class: uvloop's transports have none of asyncio's.
@@ -75,6 +79,8 @@ class Connection(HttpToolsProtocol):
             self._read(data[start : start + PIECE_BYTES])
 
     def _read(self, piece: bytes) -> None:
+        if self._in_head:
+            piece = _without_upgrade(piece)
         before, body_bytes = self.cycle, self._body_bytes
         self._last_active = self.loop.time()
         super().data_received(piece)
@@ -99,9 +105,14 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         last = self.cycle
+        self._in_head = False
         super().on_headers_complete()
         if self.cycle is not last and self.cycle not in (cycle for cycle, _ in self.pipeline):
             self._answered = self.cycle
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
@@ -182,6 +193,13 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.write(_FULL)
             self.transport.close()
+
+
+def _without_upgrade(piece: bytes) -> bytes:
+    """A server may ignore that a client would rather speak another protocol (RFC 9110, section 7.8), as Java's client and
+    `curl --http2` would at each request. The parser takes it as granted, and drops the body."""
+    head, end, rest = piece.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"ignored", head) + end + rest if _UPGRADE.search(head) else piece
 
 
 def connection_class(options: ServerOptions, *, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
