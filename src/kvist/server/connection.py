@@ -84,6 +84,8 @@ class Connection(HttpToolsProtocol):
         before, body_bytes = self.cycle, self._body_bytes
         self._last_active = self.loop.time()
         super().data_received(piece)
+        if self.transport.is_closing():
+            return
         if self.cycle is not before:
             self._forget_head()
         elif self._is_idle:
