@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.tiny_models import write_tiny_gguf
-from kvist.bench.baseline import against_baseline, read_baseline
+from kvist.bench.baseline import against_baseline, described, read_baseline
 from kvist.bench.kept import Kept
 from kvist.bench.render import footnotes, markdown, merged, plot
 from kvist.bench.roofline import model_cost, roofline, token_cost
@@ -170,6 +171,16 @@ def test_a_baseline_is_a_report_or_a_list_of_them() -> None:
         read_baseline(Path("f"), "{")
     with pytest.raises(UsageError, match="f is no report of `kvist bench throughput"):
         read_baseline(Path("f"), '{"command": "latency"}')
+
+
+def test_the_committed_baseline_has_what_ci_compares_and_ci_only_warns() -> None:
+    folder = Path(__file__).parents[2] / ".ci"
+    script = (folder / "run").read_text(encoding="utf-8")
+    reports = read_baseline(folder / "baseline.json", (folder / "baseline.json").read_text(encoding="utf-8"))
+    [works] = re.findall(r"bench throughput --works (\S+) .*--baseline \.ci/baseline\.json \|\|\n +echo", script)
+    for report in reports:
+        assert [row["name"] for row in report["measurements"]] == works.split(",")
+        assert against_baseline(report, reports).beside == described(report)
 
 
 def test_a_row_of_a_sweep_is_made_of_the_requests_times() -> None:
