@@ -3,6 +3,7 @@
 `kernels_test.cpp` and its sets of cases are compiled with the sources once a build, as one translation unit because headers cost
 more than the code. Every build must pass all cases with no report of a sanitizer. The AVX-512 source runs on plain definitions of
 its intrinsics (`avx512_emulated.h`), and the digest of all results must be that of the AVX2 build: the two are equal bit for bit.
+What a compiler makes of it is run by `emulator/`.
 """
 
 from __future__ import annotations
