@@ -2,7 +2,8 @@
 
 The fake's tokens are bytes (id = byte + 3; 0 ends, 1 begins, 2 ends a turn), its answer depends on the prompt's ids alone, and it
 keeps the engine's promises: admission by the engine's own rules, stop strings that no delta shows, whole characters, one last
-delta a choice, a request aborted when its reader leaves. `hold()` stops it between tokens until `release()`.
+delta a choice, a request aborted when its reader leaves. Within `held()` it stops between
+tokens, until `release()`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import uvicorn
 
 from kvist.config import EngineConfig, EngineOptions, ModelConfig, resolve
 from kvist.engine.admission import check_request
+from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
 from kvist.engine.tiers import TierSnapshot
 from kvist.errors import EngineStoppedError, InvalidRequestError
@@ -138,6 +140,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self._prefixes: set[tuple[int, ...]] = set()
         self._stopped = False
+        self._free_steps = 0
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -150,8 +153,16 @@ class FakeEngine:
         self._stopped = True
         self.health = "The engine is shut down."
 
-    def hold(self) -> None:
+    @contextmanager
+    def held(self, after: int = 0) -> Iterator[None]:
+        """Every request stops once it has had `after` deltas, until `release()` or the end of this, whatever that is: others use
+        the engine too."""
+        self._free_steps = after
         self._loop.call_soon_threadsafe(self._gate.clear)
+        try:
+            yield
+        finally:
+            self.release()
 
     def release(self) -> None:
         self._loop.call_soon_threadsafe(self._gate.set)
@@ -213,18 +224,19 @@ class FakeEngine:
                 pending = [list(self._deltas(request_id, prompt_token_ids, params, i, budget, cached)) for i in range(params.n)]
                 for step in range(max(len(deltas) for deltas in pending)):
                     await asyncio.sleep(0)
-                    await self._gate.wait()
+                    if step >= self._free_steps:
+                        await self._gate.wait()
                     now = [deltas[step] for deltas in pending if step < len(deltas)]
                     self.generated += sum(len(delta.token_ids) for delta in now)
                     finished = step + 1 == max(len(deltas) for deltas in pending)
                     yield now
         finally:
+            if not finished:
+                self.aborted.append(request_id)  # first: who sees that nothing runs looks at this next
             if state == "waiting":
                 self.waiting -= 1
             else:
                 self.running -= 1
-            if not finished:
-                self.aborted.append(request_id)
 
     def _look_up(self, ids: list[int], params: SamplingParams) -> int:
         """Tokens found by prefix, block by block; the last token is always computed."""
@@ -290,14 +302,15 @@ class FakeEngine:
 class ServerThread:
     """uvicorn in a thread, on a free port of 127.0.0.1."""
 
-    def __init__(self, engine: EngineClient, options: ServerOptions | None = None, *, head_seconds: float = 20) -> None:
+    def __init__(self, engine: EngineClient, options: ServerOptions | None = None) -> None:
         self.engine = engine
         self.listener = bind("127.0.0.1", 0)
         self.url = address_of(self.listener)
         self.port: int = self.listener.getsockname()[1]
         options = options or ServerOptions(warm_up=False)
         self.app = create_app(engine, options)
-        self._server = uvicorn.Server(uvicorn_config(self.app, options, log_level="critical", head_seconds=head_seconds))
+        self._config = uvicorn_config(self.app, options, log_level="critical")
+        self._server = uvicorn.Server(self._config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]}, daemon=True)
 
     def start(self) -> None:
@@ -316,13 +329,23 @@ class ServerThread:
         """The server's ends of all connections."""
         return list(self._server.server_state.connections)
 
+    @contextmanager
+    def head_seconds(self, seconds: float) -> Iterator[None]:
+        """A head that begins from here on is not waited for longer. Whatever came before has all the time it needs."""
+        kind: Any = self._config.http
+        before, kind.head_seconds = kind.head_seconds, seconds
+        try:
+            yield
+        finally:
+            kind.head_seconds = before
+
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
 
 @contextmanager
-def serving(engine: EngineClient, options: ServerOptions | None = None, **settings: Any) -> Iterator[ServerThread]:
-    thread = ServerThread(engine, options, **settings)
+def serving(engine: EngineClient, options: ServerOptions | None = None) -> Iterator[ServerThread]:
+    thread = ServerThread(engine, options)
     thread.start()
     try:
         yield thread
@@ -333,6 +356,29 @@ def serving(engine: EngineClient, options: ServerOptions | None = None, **settin
 def fake_of(server: ServerThread) -> FakeEngine:
     assert isinstance(server.engine, FakeEngine)
     return server.engine
+
+
+@contextmanager
+def gathering(engine: AsyncEngine, count: int, *, after: int = 0) -> Iterator[None]:
+    """A real engine draws `after` more tokens at most until `count` requests are with it at once; from then on it just runs. What a
+    test wants side by side is side by side, however late a thread is."""
+    inner = engine._engine
+    step, goal = inner.step, inner.snapshot().generated_tokens + after
+
+    def complete() -> bool:
+        return len(engine._streams) + engine._inbox.qsize() >= count
+
+    def patient() -> list[OutputDelta]:
+        if complete() or inner.snapshot().generated_tokens >= goal:
+            wait_until(complete, f"{count} requests are with the engine")
+            vars(inner).pop("step", None)
+        return step()
+
+    inner.step = patient  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        vars(inner).pop("step", None)
 
 
 def wait_until(condition: Any, what: str) -> None:

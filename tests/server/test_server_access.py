@@ -154,8 +154,7 @@ def test_no_log_line_holds_a_prompt_an_answer_or_a_key(
 
 def test_a_client_that_leaves_is_a_line_with_499(keyed_server: ServerThread, caplog: pytest.LogCaptureFixture) -> None:
     engine = fake_of(keyed_server)
-    with caplog.at_level(logging.INFO, "kvist.access"):
-        engine.hold()
+    with caplog.at_level(logging.INFO, "kvist.access"), engine.held():
         connection = keyed_server.connect()
         raw = json.dumps(BODY).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer k2\r\nContent-Length: {len(raw)}\r\n\r\n"
@@ -163,30 +162,28 @@ def test_a_client_that_leaves_is_a_line_with_499(keyed_server: ServerThread, cap
         wait_until(lambda: engine.running == 1, "it runs")
         connection.close()
         (line,) = wait_for_lines(caplog, 1)
-        engine.release()
     assert (line["status"], line["outcome"], line["key"]) == (499, "aborted", "bob")
 
 
 def test_a_key_has_its_limit_and_others_have_theirs(keyed_server: ServerThread, alice: httpx.Client) -> None:
     engine = fake_of(keyed_server)
-    engine.hold()
     started = len(engine.started)
-    connections = []
-    for _ in range(2):
-        raw = json.dumps(BODY).encode()
-        connection = keyed_server.connect()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\nContent-Length: {len(raw)}\r\n\r\n"
-        connection.sendall(head.encode() + raw)
-        connections.append(connection)
-    wait_until(lambda: len(engine.started) == started + 2, "both are with the engine")
-    refused = alice.post(COMPLETIONS, json=BODY)
-    assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
-    assert refused.headers["retry-after"] == "1"
-    assert SECRET not in refused.text
-    assert alice.get("/v1/models").status_code == 200
-    connections[0].close()
-    wait_until(lambda: engine.running == 1, "one has left")
-    engine.release()
+    with engine.held():
+        connections = []
+        for _ in range(2):
+            raw = json.dumps(BODY).encode()
+            connection = keyed_server.connect()
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\nContent-Length: {len(raw)}\r\n\r\n"
+            connection.sendall(head.encode() + raw)
+            connections.append(connection)
+        wait_until(lambda: len(engine.started) == started + 2, "both are with the engine")
+        refused = alice.post(COMPLETIONS, json=BODY)
+        assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+        assert refused.headers["retry-after"] == "1"
+        assert SECRET not in refused.text
+        assert alice.get("/v1/models").status_code == 200
+        connections[0].close()
+        wait_until(lambda: engine.running == 1, "one has left")
     wait_until(lambda: alice.post(COMPLETIONS, json=BODY).status_code == 200, "there is room again")
     connections[1].close()
     with httpx.Client(base_url=keyed_server.url, headers={"authorization": "Bearer k2"}) as bob:

@@ -37,25 +37,21 @@ def test_a_running_request_is_aborted(small_server: ServerThread, path: str, mod
     engine = fake_of(small_server)
     aborted = len(engine.aborted)
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"prompt": "a"}
-    if not mode:
-        engine.hold()
-    connection = send(small_server, path, {**prompt, **LONG, "max_tokens": 4000, "stream": mode})
-    if mode:
-        assert connection.recv(20).startswith(b"HTTP/1.1 200")
-        engine.hold()
-    wait_until(lambda: engine.running == 1, "the request runs")
-    connection.close()
-    wait_until(lambda: engine.running == 0, "the engine is idle again, although no token came")
-    assert len(engine.aborted) == aborted + 1
-    engine.release()
+    with engine.held(after=int(mode)):
+        connection = send(small_server, path, {**prompt, **LONG, "max_tokens": 4000, "stream": mode})
+        if mode:
+            assert connection.recv(20).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: engine.running == 1, "the request runs")
+        connection.close()
+        wait_until(lambda: engine.running == 0, "the engine is idle again, although no token came")
+        assert len(engine.aborted) == aborted + 1
 
 
 def test_a_queued_request_is_aborted_and_the_running_ones_go_on(small_server: ServerThread) -> None:
     engine = fake_of(small_server)
     aborted = len(engine.aborted)
-    engine.hold()
     body = {"prompt": "a", "max_tokens": 5}
-    with httpx.Client(base_url=small_server.url, timeout=30) as client:
+    with engine.held(), httpx.Client(base_url=small_server.url, timeout=30) as client:
         plain = send(small_server, COMPLETIONS, body)
         other = send(small_server, COMPLETIONS, body)
         wait_until(lambda: engine.running == 2, "both places are taken")
@@ -88,13 +84,12 @@ def read_all(connection: socket.socket) -> bytes:
 def test_all_prompts_of_a_request_are_aborted(small_server: ServerThread, mode: bool) -> None:
     engine = fake_of(small_server)
     aborted, started = len(engine.aborted), len(engine.started)
-    engine.hold()
-    connection = send(small_server, COMPLETIONS, {"prompt": ["a", "b", "c", "d"], **LONG, "stream": mode})
-    wait_until(lambda: len(engine.started) == started + 4, "all four prompts are with the engine")
-    connection.close()
-    wait_until(lambda: engine.running == engine.waiting == 0, "all four are gone")
-    assert len(engine.aborted) == aborted + 4
-    engine.release()
+    with engine.held():
+        connection = send(small_server, COMPLETIONS, {"prompt": ["a", "b", "c", "d"], **LONG, "stream": mode})
+        wait_until(lambda: len(engine.started) == started + 4, "all four prompts are with the engine")
+        connection.close()
+        wait_until(lambda: engine.running == engine.waiting == 0, "all four are gone")
+        assert len(engine.aborted) == aborted + 4
 
 
 def test_rounds_of_leaving_clients_leave_nothing_behind(small_server: ServerThread) -> None:
@@ -103,13 +98,12 @@ def test_rounds_of_leaving_clients_leave_nothing_behind(small_server: ServerThre
 
     for _ in range(3):
         started = len(engine.started)
-        engine.hold()
-        connections = [send(small_server, COMPLETIONS, {"prompt": "x" * 64, **LONG, "stream": i % 2 == 0}) for i in range(20)]
-        wait_until(lambda: len(engine.started) == started + 20, "all twenty are with the engine")  # noqa: B023
-        for connection in connections:
-            connection.close()
-        wait_until(lambda: engine.running == engine.waiting == 0, "the engine is idle")
-        engine.release()
+        with engine.held():
+            connections = [send(small_server, COMPLETIONS, {"prompt": "x" * 64, **LONG, "stream": i % 2 == 0}) for i in range(20)]
+            wait_until(lambda: len(engine.started) == started + 20, "all twenty are with the engine")  # noqa: B023
+            for connection in connections:
+                connection.close()
+            wait_until(lambda: engine.running == engine.waiting == 0, "the engine is idle")
         generated = engine.generated
         assert engine.snapshot().blocks_by_state["free"] == free
         with httpx.Client(base_url=small_server.url) as client:

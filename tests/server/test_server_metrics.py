@@ -75,8 +75,7 @@ def test_everything_is_counted_once(own_server: ServerThread) -> None:
 
 def test_a_scrape_needs_no_engine_step_and_sees_who_waits(own_server: ServerThread) -> None:
     engine = fake_of(own_server)
-    engine.hold()
-    with httpx.Client(base_url=own_server.url, timeout=30) as client:
+    with engine.held(), httpx.Client(base_url=own_server.url, timeout=30) as client:
         connections = [own_server.connect() for _ in range(3)]
         for connection in connections:
             connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "a"}')
@@ -89,7 +88,6 @@ def test_a_scrape_needs_no_engine_step_and_sees_who_waits(own_server: ServerThre
         wait_until(
             lambda: value(scrape(client), "kvist:requests_total", route="completions", outcome="aborted") == 3, "three were counted"
         )
-    engine.release()
 
 
 def test_a_failed_stream_counts_as_failed() -> None:

@@ -133,8 +133,8 @@ def test_a_full_queue_answers_429_and_lets_others_through_later() -> None:
     with (
         serving(engine, ServerOptions(max_queued_requests=1, max_queued_tokens=100)) as server,
         httpx.Client(base_url=server.url, timeout=30) as client,
+        engine.held(),
     ):
-        engine.hold()
         running = [send(server, {"prompt": "a" * 200, "max_tokens": 2}) for _ in range(2)]
         wait_until(lambda: engine.running == 2, "both seats are taken")
         long = client.post(COMPLETIONS, json={"prompt": "a" * 100, "stream": True})

@@ -162,12 +162,10 @@ def test_many_streams_at_once_equal_their_plain_runs(client: httpx.Client) -> No
 def test_the_first_chunk_does_not_wait_for_the_last() -> None:
     with serving(FakeEngine()) as server, httpx.Client(base_url=server.url) as client:
         engine = fake_of(server)
-        with client.stream(
-            "POST", COMPLETIONS, json=body_for(COMPLETIONS, max_tokens=400, stream=True, ignore_eos=True)
-        ) as response:
+        body = body_for(COMPLETIONS, max_tokens=400, stream=True, ignore_eos=True)
+        with engine.held(after=1), client.stream("POST", COMPLETIONS, json=body) as response:
             pieces = response.iter_raw()
             first = next(pieces)
-            engine.hold()
             assert first.startswith(b'data: {"id":"cmpl-')
             wait_until(lambda: engine.running == 1, "the stream is open while the engine is held")
             assert client.get("/health").json() == {"status": "ok"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_fakes import FakeEngine, ServerThread, fake_of, serving, wait_until
+from server_fakes import FakeEngine, ServerThread, fake_of, gathering, serving, wait_until
 from server_sse import CHAT, COMPLETIONS, check_stream, error_of, events_of, stream
 
 from helpers.tiny_engine import ISAS, tiny_engine
@@ -20,9 +20,14 @@ KVIST_FIELDS = {"queue_time", "time_to_first_token", "prompt_tokens_by_source", 
 
 
 @pytest.fixture(scope="module")
-def tight_server() -> Iterator[ServerThread]:
-    """A real engine whose pool holds 12 blocks: two long requests cannot both run to their end."""
-    with serving(AsyncEngine(tiny_engine(ISAS[-1], num_kv_blocks=12, max_num_seqs=2))) as server:
+def tight_engine() -> AsyncEngine:
+    """Its pool holds 12 blocks: two long requests cannot both run to their end."""
+    return AsyncEngine(tiny_engine(ISAS[-1], num_kv_blocks=12, max_num_seqs=2))
+
+
+@pytest.fixture(scope="module")
+def tight_server(tight_engine: AsyncEngine) -> Iterator[ServerThread]:
+    with serving(tight_engine) as server:
         yield server
 
 
@@ -101,11 +106,12 @@ def test_usage_in_every_chunk_needs_usage_at_all(client: httpx.Client) -> None:
     assert error_of(response, 400)["param"] == "stream_options.continuous_usage_stats"
 
 
-def test_events_are_comments_at_their_moment(tight: httpx.Client) -> None:
+def test_events_are_comments_at_their_moment(tight: httpx.Client, tight_engine: AsyncEngine) -> None:
     """Three prompts at once: the third finds no seat, and the second outgrows the pool, is preempted and resumed."""
     prompts = [ids(60 + i, 60) for i in range(3)]
     request = body(prompts, max_tokens=90, stream=True, stream_options={"include_usage": True})
-    response = tight.post(COMPLETIONS, json=request, headers=EVENTS)
+    with gathering(tight_engine, 3):
+        response = tight.post(COMPLETIONS, json=request, headers=EVENTS)
     comments, data = comments_and_data(response.content)
     assert data.pop() == "[DONE]"
     chunks = [json.loads(item) for item in data]
@@ -129,9 +135,10 @@ def test_events_are_comments_at_their_moment(tight: httpx.Client) -> None:
     assert b"data: {" in response.content[first:], "and after"
 
 
-def test_a_whole_answer_lists_its_events(tight: httpx.Client) -> None:
+def test_a_whole_answer_lists_its_events(tight: httpx.Client, tight_engine: AsyncEngine) -> None:
     request = body([ids(80 + i, 60) for i in range(3)], max_tokens=30)
-    answer = tight.post(COMPLETIONS, json=request, headers=EVENTS).json()
+    with gathering(tight_engine, 3):
+        answer = tight.post(COMPLETIONS, json=request, headers=EVENTS).json()
     events = [(event["choice"], event["event"]) for event in answer["usage"]["kvist"]["events"]]
     assert (2, "waiting") in events
     assert (2, "started") in events
@@ -146,9 +153,8 @@ def test_who_does_not_ask_gets_no_comments_and_the_header_has_two_values(tight: 
 def test_a_silent_stream_says_that_it_lives_and_a_busy_one_does_not() -> None:
     with serving(FakeEngine(), ServerOptions(keep_alive_seconds=0.05)) as server, httpx.Client(base_url=server.url) as client:
         engine = fake_of(server)
-        engine.hold()
         request = {"prompt": "ab", "max_tokens": 4, "stream": True}
-        with client.stream("POST", COMPLETIONS, json=request, timeout=20) as response:
+        with engine.held(), client.stream("POST", COMPLETIONS, json=request, timeout=20) as response:
             assert response.status_code == 200
             source = response.iter_lines()
             lines = [next(source), next(source), next(source)]

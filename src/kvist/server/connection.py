@@ -5,7 +5,8 @@ the connection's begin), what the client leaves unread (as long as nothing of it
 requests. Bodies have their own limit (`server/body.py`). What is not body (a request's line and headers, and what frames a chunked
 body) and the requests that are sent ahead, before an answer to the one in front, are bounded in size: the parser has no limits, and
 puts together long names in quadratic time. The number of connections is bounded too: a new one takes the place of the one that was
-idle longest, or is refused where all are at work.
+idle longest, or is refused where all are at work. A count says which one that is: the loop's clock stands still for a millisecond,
+in which many come and go.
 
 Invariants: at most one timer of each kind a connection; when a connection is lost, each of its requests is told.
 """
@@ -16,6 +17,8 @@ import asyncio
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from itertools import count
 from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -45,14 +48,16 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 
 class Connection(HttpToolsProtocol):
     """What a class made by `connection_class` adds to uvicorn's; its settings are the class's attributes."""
 
-    head_seconds: float
+    head_seconds = HEAD_SECONDS
     stream_seconds: float
     max_connections: int
+    turns: Iterator[int]
+    """Shared by all: each sign of life takes the next number."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
     _unread = 0
-    _last_active = 0.0
+    _last_active = 0
     _answered: RequestResponseCycle | None = None
     """The request that is being answered, or was last; `cycle` is the one that was read last."""
     _body_bytes = 0
@@ -67,7 +72,7 @@ class Connection(HttpToolsProtocol):
         # A buffer limit of nothing: whatever the client has not taken counts as unread, and no answer piles up here.
         transport.set_write_buffer_limits(high=0)
         _set_up(transport.get_extra_info("socket"))
-        self._last_active = self.loop.time()
+        self._last_active = next(self.turns)
         if len(self.connections) > self.max_connections:
             self._make_room()
         self._await_head()
@@ -82,7 +87,7 @@ class Connection(HttpToolsProtocol):
         if self._in_head:
             piece = _without_upgrade(piece)
         before, body_bytes = self.cycle, self._body_bytes
-        self._last_active = self.loop.time()
+        self._last_active = next(self.turns)
         super().data_received(piece)
         if self.transport.is_closing():
             return
@@ -136,7 +141,7 @@ class Connection(HttpToolsProtocol):
         self._forget_unread()
 
     def on_response_complete(self) -> None:
-        self._last_active = self.loop.time()
+        self._last_active = next(self.turns)
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
@@ -204,12 +209,12 @@ def _without_upgrade(piece: bytes) -> bytes:
     return _UPGRADE.sub(b"ignored", head) + end + rest if _UPGRADE.search(head) else piece
 
 
-def connection_class(options: ServerOptions, *, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
+def connection_class(options: ServerOptions) -> type[asyncio.Protocol]:
     """The protocol that uvicorn makes one of for each connection."""
     settings = {
-        "head_seconds": head_seconds,
         "stream_seconds": options.stream_timeout,
         "max_connections": options.max_connections,
+        "turns": count(),
     }
     return cast(type[asyncio.Protocol], type("Connection", (Connection,), settings))
 

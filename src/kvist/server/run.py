@@ -22,7 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvist.errors import ConfigError, KvistError
-from kvist.server.connection import HEAD_SECONDS, connection_class
+from kvist.server.connection import connection_class
 from kvist.server.life import Life
 from kvist.server.options import ServerOptions
 
@@ -138,13 +138,11 @@ def _allow_files(wanted: int) -> None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
-def uvicorn_config(
-    app: ASGIApp, options: ServerOptions, *, log_level: str = "info", head_seconds: float = HEAD_SECONDS
-) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, options: ServerOptions, *, log_level: str = "info") -> uvicorn.Config:
     """What uvicorn is told; it logs no requests, which is the access layer's to do, and no more than warnings unless asked."""
     return uvicorn.Config(
         app,
-        http=connection_class(options, head_seconds=head_seconds),
+        http=connection_class(options),
         log_config=None,
         log_level="warning" if log_level == "info" else log_level,
         access_log=False,
