@@ -2,8 +2,7 @@
 
 The fake's tokens are bytes (id = byte + 3; 0 ends, 1 begins, 2 ends a turn), its answer depends on the prompt's ids alone, and it
 keeps the engine's promises: admission by the engine's own rules, stop strings that no delta shows, whole characters, one last
-delta a choice, a request aborted when its reader leaves. Within `held()` it stops between
-tokens, until `release()`.
+delta a choice, a request aborted when its reader leaves. Within `held()` it stops between tokens, until `release()`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from typing import Any
 
 import uvicorn
 
+from helpers.pace import wait_until as wait_until
 from kvist.config import EngineConfig, EngineOptions, ModelConfig, resolve
 from kvist.engine.admission import check_request
-from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
+from kvist.engine.streams import Sink
 from kvist.engine.tiers import TierSnapshot
 from kvist.errors import EngineStoppedError, InvalidRequestError
 from kvist.kv.hints import KVHints
@@ -201,6 +201,7 @@ class FakeEngine:
         priority: int = 0,
         wants_events: bool = False,
         kv: KVHints | None = None,
+        sink: Sink | None = None,
     ) -> AsyncGenerator[list[OutputDelta], None]:
         budget = check_request(self.config, prompt_token_ids, params)
         if self._stopped:
@@ -356,36 +357,3 @@ def serving(engine: EngineClient, options: ServerOptions | None = None) -> Itera
 def fake_of(server: ServerThread) -> FakeEngine:
     assert isinstance(server.engine, FakeEngine)
     return server.engine
-
-
-@contextmanager
-def gathering(engine: AsyncEngine, count: int, *, after: int = 0) -> Iterator[None]:
-    """A real engine draws `after` more tokens at most until `count` requests are with it at once; from then on it just runs. What a
-    test wants side by side is side by side, however late a thread is."""
-    inner = engine._engine
-    step, goal = inner.step, inner.snapshot().generated_tokens + after
-
-    def complete() -> bool:
-        return len(engine._streams) + engine._inbox.qsize() >= count
-
-    def patient() -> list[OutputDelta]:
-        if complete() or inner.snapshot().generated_tokens >= goal:
-            wait_until(complete, f"{count} requests are with the engine")
-            vars(inner).pop("step", None)
-        return step()
-
-    inner.step = patient  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        vars(inner).pop("step", None)
-
-
-def wait_until(condition: Any, what: str) -> None:
-    """Wait for an event that must come; how long it takes is no outcome."""
-    pause = threading.Event()
-    for _ in range(2000):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"never happened: {what}")

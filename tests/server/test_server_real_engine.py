@@ -10,11 +10,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_fakes import ServerThread, gathering, serving, wait_until
+from server_fakes import ServerThread, serving, wait_until
 from server_sse import CHAT, COMPLETIONS, check_stream, error_of, stream, text_of
 
+from helpers.pace import gathering, in_step
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
+from kvist.server.connection import Connection
 from kvist.server.keys import make_key
 from kvist.server.options import ServerOptions
 
@@ -81,6 +83,31 @@ def test_thirty_two_streams_at_once_equal_their_plain_runs(real_server: ServerTh
     for chunks, expected in zip(streams, plain, strict=True):
         check_stream(chunks, COMPLETIONS, 1)
         assert text_of(chunks) == expected
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_chunks_in_mid_answer_are_written_at_once(
+    real_engine: AsyncEngine, real: httpx.Client, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a task that is woken for each; the stream is the same."""
+    pieces: list[bytes] = []
+    write = Connection.write_piece
+
+    def writing(self: Connection, piece: bytes) -> None:
+        pieces.append(piece)
+        write(self, piece)
+
+    prompt = {"messages": [{"role": "user", "content": "hello the win"}]} if path == CHAT else {"prompt": "hello the win"}
+    body = {**prompt, "n": 2, "seed": 7, "temperature": 1.5, "max_tokens": 20, "ignore_eos": True}
+    whole = answer(real, body, path)["choices"]
+    monkeypatch.setattr(Connection, "write_piece", writing)
+    with in_step(real_engine):
+        chunks = stream(real, path, body | {"stream_options": {"include_usage": True}})
+    check_stream(chunks, path, 2)
+    assert [text_of(chunks, i) for i in range(2)] == [c["message"]["content"] if path == CHAT else c["text"] for c in whole]
+    assert chunks[-1]["usage"]["completion_tokens"] == 40
+    assert len(pieces) == 18, "all steps but the first and the last"
+    assert all(piece.startswith(b"data: {") and piece.endswith(b"\n\n") for piece in pieces)
 
 
 def test_stop_strings_cut_exactly(real: httpx.Client) -> None:

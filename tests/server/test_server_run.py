@@ -24,8 +24,9 @@ from kvist.errors import ConfigError
 from kvist.server.run import AddressError, address_of, bind
 
 PROGRAM = """
+import os
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from server_fakes import FakeEngine
 from kvist.errors import EngineStoppedError
 from kvist.server.app import create_app

@@ -8,9 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from server_fakes import FakeEngine, ServerThread, fake_of, gathering, serving, wait_until
+from server_fakes import FakeEngine, ServerThread, fake_of, serving, wait_until
 from server_sse import CHAT, COMPLETIONS, check_stream, error_of, events_of, stream
 
+from helpers.pace import gathering
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
 from kvist.server.options import ServerOptions

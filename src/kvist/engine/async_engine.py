@@ -22,7 +22,7 @@ from kvist.config import EngineOptions
 from kvist.engine.admission import check_request
 from kvist.engine.engine import Engine
 from kvist.engine.snapshot import EngineSnapshot
-from kvist.engine.streams import Mailbox, Stream
+from kvist.engine.streams import Mailbox, Sink, Stream
 from kvist.errors import EngineStoppedError, InvalidRequestError, KvistError
 from kvist.kv.hints import KVHints
 from kvist.request import OutputDelta, SamplingParams
@@ -138,15 +138,17 @@ class AsyncEngine:
         priority: int = 0,
         wants_events: bool = False,
         kv: KVHints | None = None,
+        sink: Sink | None = None,
     ) -> AsyncIterator[list[OutputDelta]]:
         """All deltas of the request at each wake-up, until each of its `n` choices has had its last. Raises InvalidRequestError
-        before the first item, EngineStoppedError when the engine ends. Leaving the iterator early aborts the request."""
+        before the first item, EngineStoppedError when the engine ends. Leaving the iterator early aborts the request. What a
+        `sink` took is not in the items."""
         check_request(self.config, prompt_token_ids, params)
         loop = asyncio.get_running_loop()
         options = {"cache_salt": cache_salt, "priority": priority, "wants_events": wants_events, "kv": kv}
         if params.structured_outputs is not None:
             options["grammar"] = await loop.run_in_executor(self._compilers, self._engine.compile_form, params)
-        stream = Stream(self._mailbox(loop))
+        stream = Stream(self._mailbox(loop), sink)
         self._send(_Add(request_id, prompt_token_ids, params, stream, options))
         num_open = params.n
         try:
@@ -261,14 +263,17 @@ class AsyncEngine:
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         """One post, and so at most one wake-up, per event loop."""
         outgoing: dict[Mailbox, list[tuple[Stream, OutputDelta]]] = defaultdict(list)
+        ended: set[str] = set()
         for delta in deltas:
             if (stream := self._streams.get(delta.request_id)) is not None:
                 outgoing[stream.mailbox].append((stream, delta))
+            if delta.finish_reason is not None:
+                ended.add(delta.request_id)
         for mailbox, posts in outgoing.items():
             if not mailbox.post(posts):
                 for request_id in {delta.request_id for _, delta in posts}:
                     self._engine.abort(request_id)
-        for request_id in {delta.request_id for delta in deltas if delta.finish_reason is not None}:
+        for request_id in ended:
             if not self._engine.is_open(request_id):
                 self._streams.pop(request_id, None)
 

@@ -3,6 +3,9 @@
 A `Mailbox` belongs to one event loop, a `Stream` to one request. Invariants: at most one wake-up of a loop is outstanding; deltas
 of one choice that nobody has read yet are merged, and read as one, so that a slow reader costs no more than its text; a stream is
 closed by an error at most once, and what was delivered before the error is read first.
+
+A reader that has no more to do with a delta than to write it somewhere gives a `Sink`, and is then not woken for it: to run a task
+for each token of each stream costs as much as all else that a token takes.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Protocol
 
 from kvist.request import OutputDelta
 
@@ -40,6 +44,18 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         error=last.error,
         events=tuple(chain.from_iterable(delta.events for delta in deltas))[-MAX_UNREAD_EVENTS:],
     )
+
+
+class Sink(Protocol):
+    """Takes deltas at once, on the event loop. It is asked and called while the stream's reader waits: all keep their order."""
+
+    def ready(self) -> bool:
+        """Whether `take` may be called now."""
+        ...
+
+    def take(self, deltas: list[OutputDelta]) -> None:
+        """What has come, at most one delta a choice, none of them a choice's last. What it raises, the stream's reader gets."""
+        ...
 
 
 class Mailbox:
@@ -83,16 +99,35 @@ class Mailbox:
 class Stream:
     """The reading end of one request; made and read on its event loop, by one reader."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, sink: Sink | None = None) -> None:
         self.mailbox = mailbox
+        self._sink = sink
+        self._fault: Exception | None = None
+        """What the sink has raised."""
         self.unread: dict[int, list[OutputDelta]] = {}
         self.error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
         """On the event loop: there may be something to read."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is None or self._waiter.done() or (self._sink is not None and self._pour(self._sink)):
+            return
+        self._waiter.set_result(None)
+
+    def _pour(self, sink: Sink) -> bool:
+        """Give the sink what is unread; False where that is the reader's to do."""
+        if not sink.ready():
+            return False
+        with self.mailbox.lock:
+            if not self.unread or any(deltas[-1].finish_reason is not None for deltas in self.unread.values()):
+                return False
+            unread, self.unread = self.unread, {}
+        try:
+            sink.take([merge_deltas(deltas) for deltas in unread.values()])
+        except Exception as error:
+            self._fault = error
+            return False
+        return self.error is None  # which may have come behind them
 
     def add(self, delta: OutputDelta) -> None:
         """Called under the mailbox's lock. Merging now and then, not each time, keeps the engine's work for a slow reader small."""
@@ -104,6 +139,8 @@ class Stream:
     async def take(self) -> list[OutputDelta]:
         """All that has come since the last call, at most one delta a choice; waits for the first. Raises the stream's error."""
         while True:
+            if self._fault is not None:
+                raise self._fault
             with self.mailbox.lock:
                 if self.unread:
                     unread, self.unread = self.unread, {}

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from kvist.config import EngineConfig
 from kvist.engine.histogram import HistogramSnapshot
+from kvist.engine.streams import Sink
 from kvist.engine.tiers import TierSnapshot
 from kvist.kv.hints import KVHints
 from kvist.request import OutputDelta, SamplingParams
@@ -110,8 +111,10 @@ class EngineClient(Protocol):
         priority: int = 0,
         wants_events: bool = False,
         kv: KVHints | None = None,
+        sink: Sink | None = None,
     ) -> AsyncIterator[list[OutputDelta]]:
-        """All deltas of one wake-up at a time. Raises InvalidRequestError before the first item; leaving early aborts."""
+        """All deltas of one wake-up at a time. Raises InvalidRequestError before the first item; leaving early aborts. A `sink`
+        that is ready may be given some of them instead, never a choice's last."""
         ...
 
     def snapshot(self) -> Snapshot: ...

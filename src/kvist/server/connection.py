@@ -17,14 +17,18 @@ import asyncio
 import re
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from itertools import count
 from typing import cast
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvist.server.options import ServerOptions
 
+CONNECTION = "kvist.connection"
+"""Where a request's scope has its connection."""
 HEAD_SECONDS = 20.0
 HEAD_BYTES = 64 * 1024
 """Of a request, all but its body."""
@@ -114,12 +118,29 @@ class Connection(HttpToolsProtocol):
         last = self.cycle
         self._in_head = False
         super().on_headers_complete()
+        if self.cycle is not last:
+            # Weak, for the connection has the scope.
+            self.cycle.scope[CONNECTION] = weakref.ref(self)  # type: ignore[literal-required]
         if self.cycle is not last and self.cycle not in (cycle for cycle, _ in self.pipeline):
             self._answered = self.cycle
 
     def on_message_complete(self) -> None:
         self._in_head = True
         super().on_message_complete()
+
+    def can_write_piece(self, scope: Scope) -> bool:
+        """Whether `scope`'s answer is on its way, in chunks, and the client has taken all of it so far."""
+        cycle = self._answered
+        return (
+            cycle is not None
+            and cycle.scope is scope
+            and cycle.chunked_encoding is True
+            and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+        )
+
+    def write_piece(self, piece: bytes) -> None:
+        """A piece of the answer that `can_write_piece` was asked about: as ASGI's `send` would, without the way there."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
@@ -217,6 +238,12 @@ def connection_class(options: ServerOptions) -> type[asyncio.Protocol]:
         "turns": count(),
     }
     return cast(type[asyncio.Protocol], type("Connection", (Connection,), settings))
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """None where another server than uvicorn runs the application, and where the connection is gone."""
+    reference = scope.get(CONNECTION)
+    return None if reference is None else cast(Connection | None, reference())
 
 
 def _set_up(own: socket.socket | None) -> None:

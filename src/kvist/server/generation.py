@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from kvist.engine.streams import Sink
 from kvist.errors import EngineError, EngineStoppedError, InvalidRequestError
 from kvist.kv.hints import KVHints
 from kvist.request import STRUCTURED_OUTPUTS, OutputDelta, SamplingParams, TokenLogprob
@@ -65,9 +66,11 @@ class Collected:
         return "".join(self.parts)
 
 
-def deltas(engine: EngineClient, jobs: Sequence[Job], *, wants_events: bool = False) -> AsyncIterator[Batch]:
-    """What the engine says per wake-up. Raises what the engine raises; `close` it."""
-    return _one(engine, jobs[0], wants_events) if len(jobs) == 1 else _many(engine, jobs, wants_events)
+def deltas(
+    engine: EngineClient, jobs: Sequence[Job], *, wants_events: bool = False, sink: Sink | None = None
+) -> AsyncIterator[Batch]:
+    """What the engine says per wake-up, less what `sink` took of one prompt's. Raises what the engine raises; `close` it."""
+    return _one(engine, jobs[0], wants_events, sink) if len(jobs) == 1 else _many(engine, jobs, wants_events)
 
 
 async def close(source: AsyncIterator[Any]) -> None:
@@ -87,7 +90,7 @@ def raise_if_failed(delta: OutputDelta) -> None:
         raise EngineStoppedError("The request was aborted because the server is shutting down.")
 
 
-def _one(engine: EngineClient, job: Job, wants_events: bool) -> AsyncIterator[Batch]:
+def _one(engine: EngineClient, job: Job, wants_events: bool, sink: Sink | None = None) -> AsyncIterator[Batch]:
     """The engine's own generator: each layer between it and a stream would cost every token."""
     return engine.generate(
         job.request_id,
@@ -97,6 +100,7 @@ def _one(engine: EngineClient, job: Job, wants_events: bool) -> AsyncIterator[Ba
         priority=job.priority,
         wants_events=wants_events,
         kv=job.kv,
+        sink=sink,
     )
 
 
@@ -109,7 +113,7 @@ async def _many(engine: EngineClient, jobs: Sequence[Job], wants_events: bool) -
         source = _one(engine, job, wants_events)
         try:
             async for batch in source:
-                await queue.put([replace(delta, index=first_index + delta.index) for delta in batch])
+                await queue.put([delta._replace(index=first_index + delta.index) for delta in batch])
             await queue.put(None)
         except Exception as error:
             await queue.put(error)

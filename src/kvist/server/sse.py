@@ -1,10 +1,9 @@
 """Server-sent events on one response: chunks, comments, and a sign of life after a long silence.
 
-Knows ASGI's `send`, no JSON. The response starts with the first thing that is written, so that a refusal before it can be a plain
-answer. Invariants: what one `write` brings goes out as one piece; a comment never lands inside one; after `close` nothing is sent.
-A keep-alive comment comes only after `silence` seconds without anything else: some clients choke on comments, and some proxies
-close what stays silent. One timer a stream looks at
-the time of the last word; a chunk costs no timer of its own.
+Knows ASGI's `send` and the way past it, no JSON. The response starts with the first thing that is written, so that a refusal before
+it can be a plain answer. Invariants: what one `write` brings goes out as one piece; a comment never lands inside one; after `close`
+nothing is sent. A keep-alive comment comes only after `silence` seconds without anything else: some clients choke on comments, and
+some proxies close what stays silent. One timer a stream looks at the time of the last word; a chunk costs no timer of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from starlette.types import Send
+from starlette.types import Scope, Send
+
+from kvist.server.connection import connection_of
 
 KEEP_ALIVE_SECONDS = 15.0
 DONE = "data: [DONE]\n\n"
@@ -26,8 +27,12 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class EventStream:
-    def __init__(self, send: Send, silence: float = KEEP_ALIVE_SECONDS) -> None:
+    """`scope` is the request's: where its connection is uvicorn's, pieces in mid-answer need no task to write them."""
+
+    def __init__(self, scope: Scope, send: Send, silence: float = KEEP_ALIVE_SECONDS) -> None:
+        self._scope = scope
         self._send = send
+        self._connection = connection_of(scope)
         self._silence = silence
         self.started = False
         self._writing = False
@@ -46,6 +51,17 @@ class EventStream:
             await self._write(body)
         self._writing = False
         self._last_word = self._loop.time()
+
+    def ready(self) -> bool:
+        """Whether `write_now` may be called."""
+        return self.started and not self._writing and self._connection is not None and self._connection.can_write_piece(self._scope)
+
+    def write_now(self, pieces: Iterable[str]) -> None:
+        """`write`, of a stream that is `ready`."""
+        assert self._connection is not None
+        if body := "".join(pieces).encode("ascii"):
+            self._connection.write_piece(body)
+            self._last_word = self._loop.time()
 
     async def end(self) -> None:
         self.close()

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvist.engine.streams import Sink
 from kvist.errors import InvalidRequestError, KvistError
 from kvist.request import OutputDelta
 from kvist.server.access import Access, access_of
@@ -98,7 +99,8 @@ class GenerationResponse(Response):
         try:
             with self._record, self._state.queue.place(self._tally.prompt_tokens, choices) as place:
                 try:
-                    await unless_gone(receive, self._stream(send) if self._plan.stream else self._whole(scope, receive, send))
+                    answer = self._stream(scope, send) if self._plan.stream else self._whole(scope, receive, send)
+                    await unless_gone(receive, answer)
                 finally:
                     place.answer_tokens = self._tally.completion_tokens
         except ClientGone:
@@ -113,8 +115,9 @@ class GenerationResponse(Response):
             self._access.usage = self._tally.usage()
             self._access.outcome = self._record.outcome
 
-    async def _stream(self, send: Send) -> None:
-        batches, stream = self._deltas(), EventStream(send, self._state.options.keep_alive_seconds)
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        stream = EventStream(scope, send, self._state.options.keep_alive_seconds)
+        batches = self._deltas(_Writer(self, stream))
         try:
             async for batch in batches:
                 self._count(batch)
@@ -166,8 +169,8 @@ class GenerationResponse(Response):
         self._record.end("completed")
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    def _deltas(self) -> AsyncIterator[Batch]:
-        return deltas(self._state.engine, self._plan.jobs, wants_events=self._wants_events)
+    def _deltas(self, sink: Sink | None = None) -> AsyncIterator[Batch]:
+        return deltas(self._state.engine, self._plan.jobs, wants_events=self._wants_events, sink=sink)
 
     def _count(self, batch: Batch) -> None:
         """Each delta is counted; then a choice's bad end is raised."""
@@ -182,6 +185,21 @@ class GenerationResponse(Response):
                 failed = failed or (delta if delta.finish_reason in ("error", "abort") else None)
         if failed is not None:
             raise_if_failed(failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Writes what comes in mid-answer at once, as the engine's loop wakes up; all else is the response's own task to do."""
+
+    response: GenerationResponse
+    stream: EventStream
+
+    def ready(self) -> bool:
+        return self.stream.ready()
+
+    def take(self, deltas: Batch) -> None:
+        self.response._count(deltas)
+        self.stream.write_now(self.response._pieces(deltas))
 
 
 def _wants_events(scope: Scope) -> bool:
