@@ -151,3 +151,11 @@ def test_any_calls_come_back_however_they_are_cut(
         assert shown == ([("", text)] if text else [])
     elif style is not LLAMA3:
         assert "".join(text for name, text in shown if not name) == lead.rstrip(" \n")
+
+
+def test_long_arguments_come_whole_in_one_piece_and_in_many() -> None:
+    """Each character is looked at, and none of those before it is copied for it."""
+    arguments = json.dumps({"a": "x" * 300_000})
+    text = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call>"
+    for size in (1000, len(text)):
+        assert read(HERMES, [text[i : i + size] for i in range(0, len(text), size)]) == [("f", arguments)]

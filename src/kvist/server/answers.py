@@ -45,9 +45,11 @@ class AnswerReader:
     splitter: ReasoningSplitter | None
     parser: ToolParser | None
     id_length: int
-    content: str = ""
-    thoughts: str = ""
+    content: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    arguments: list[list[str]] = field(default_factory=list)
+    """Of each call. Pieces all, for a long text would be copied for each that comes."""
 
     def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
         """The deltas of the next piece of text."""
@@ -57,7 +59,7 @@ class AnswerReader:
             more, rest = self.splitter.finish()
             thoughts, answer = thoughts + more, answer + rest
         if thoughts:
-            self.thoughts += thoughts
+            self.thoughts.append(thoughts)
             deltas.append({"reasoning_content": thoughts, "reasoning": thoughts})
         if self.parser is None:
             events: list[Event] = [Text(answer)] if answer else []
@@ -68,24 +70,27 @@ class AnswerReader:
     def _delta(self, event: Event) -> dict[str, Any]:
         match event:
             case Text(text):
-                self.content += text
+                self.content.append(text)
                 return {"content": text}
             case CallStart(index, name):
                 call: dict[str, Any] = {"id": self._new_id(), "type": "function", "function": {"name": name, "arguments": ""}}
                 self.calls.append(call)
-                return {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}
-        function = self.calls[event.index]["function"]
-        function["arguments"] += event.text
+                self.arguments.append([])
+                return {"tool_calls": [{"index": index, **call}]}
+        self.arguments[event.index].append(event.text)
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
     def message(self) -> dict[str, Any]:
         """The whole of it."""
         empty = not self.content and (self.calls or self.thoughts)
-        message: dict[str, Any] = {"role": "assistant", "content": None if empty else self.content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": None if empty else "".join(self.content), "refusal": None}
         if self.splitter is not None:
-            message["reasoning_content"] = message["reasoning"] = self.thoughts or None
+            message["reasoning_content"] = message["reasoning"] = "".join(self.thoughts) or None
         if self.calls:
-            message["tool_calls"] = self.calls
+            message["tool_calls"] = [
+                {**call, "function": {"name": call["function"]["name"], "arguments": "".join(arguments)}}
+                for call, arguments in zip(self.calls, self.arguments, strict=True)
+            ]
         return message
 
     def _new_id(self) -> str:

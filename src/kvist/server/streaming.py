@@ -33,8 +33,9 @@ from kvist.server.usage import Tally
 
 log = logging.getLogger("kvist.server")
 
-MANY_SCORES = 500
-"""An answer with log probabilities of more tokens is written in a thread, so that others' streams go on."""
+MANY_SCORES, MANY_CHARACTERS = 500, 50_000
+"""An answer with log probabilities of more tokens, or with a longer text (in which calls may have to be found), is written in a
+thread, so that others' streams go on."""
 
 dumps = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode
 """ASCII only: no client can split a line inside a character, or at one that it takes for a line's end."""
@@ -165,7 +166,8 @@ class GenerationResponse(Response):
             return dumps(self._plan.format.answer(choices, self._tally.usage()))
 
         num_scores = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in choices)
-        body = await asyncio.to_thread(build) if num_scores > MANY_SCORES else build()
+        long = num_scores > MANY_SCORES or sum(len(part) for choice in choices for part in choice.parts) > MANY_CHARACTERS
+        body = await asyncio.to_thread(build) if long else build()
         self._record.end("completed")
         await Response(body, media_type="application/json")(scope, receive, send)
 

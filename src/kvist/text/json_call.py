@@ -85,13 +85,16 @@ class JsonCall:
         self._index = index
         self._names = names
         self._expects = "{"
-        self._key = ""
-        self._value = ""
+        self._key: list[str] = []
+        self._value: list[str] = []
+        """Characters, for a string would be copied for each."""
         self._end = ValueEnd()
         self._early = ""
         """Arguments that came before the name."""
-        self._open = ""
+        self._open: list[str] = []
         """Arguments told piece by piece that have not been told yet."""
+        self._names_call = self._is_arguments = False
+        """What the present key says of its value."""
         self.name: str | None = None
         self.has_arguments = False
         self.done = False
@@ -104,18 +107,21 @@ class JsonCall:
         while used < len(text) and not (self.done or self.failed):
             used += self._step(text[used], events)
         if self._open:
-            events.append(CallArguments(self._index, self._open))
-            self._open = ""
+            events.append(CallArguments(self._index, "".join(self._open)))
+            self._open = []
         return events, used
 
     def _step(self, char: str, events: list[Event]) -> bool:
         if self._expects == "value":
             return self._in_value(char, events)
         if self._expects == "key":
-            self._key += char
+            self._key.append(char)
             self._end.takes(char)
             if self._end.done:
                 self._expects = ":"
+                name = "".join(self._key)
+                self._names_call = name == '"name"' and self.name is None
+                self._is_arguments = name.strip('"') in ARGUMENTS and not self.has_arguments
         elif char not in SPACE:
             self._at_mark(char, events)
         return True
@@ -124,10 +130,10 @@ class JsonCall:
         if self._expects == "value?" and char in ",:]}":
             self._fail()
         elif self._expects == "value?":
-            self._expects, self._value, self._end = "value", "", ValueEnd()
+            self._expects, self._value, self._end = "value", [], ValueEnd()
             self._in_value(char, events)
         elif char == '"' and self._expects == "key?":
-            self._expects, self._key, self._end = "key", char, ValueEnd()
+            self._expects, self._key, self._end = "key", [char], ValueEnd()
             self._end.takes(char)
         elif char == self._expects or (char == "," and self._expects == ",}"):
             self._expects = "value?" if char == ":" else "key?"
@@ -140,14 +146,14 @@ class JsonCall:
         """What has told its name stays a call, without arguments where none have come."""
         self.failed = True
         if self.name is not None and not self.has_arguments:
-            self._open = "{}"
+            self._open = ["{}"]
 
     def _in_value(self, char: str, events: list[Event]) -> bool:
         taken = self._end.takes(char)
         if taken:
-            self._value += char
+            self._value.append(char)
             if self._streams:
-                self._open += char
+                self._open.append(char)
         if self._end.done:
             self._expects = ",}"
             self._end_value(events)
@@ -156,28 +162,24 @@ class JsonCall:
     @property
     def _streams(self) -> bool:
         """Arguments are told as they come, unless the name is not known yet or they are a string that holds the JSON."""
-        return self._is_arguments and self.name is not None and not self._value.startswith('"')
-
-    @property
-    def _is_arguments(self) -> bool:
-        return self._key.strip('"') in ARGUMENTS and not self.has_arguments
+        return self._is_arguments and self.name is not None and self._value[0] != '"'
 
     def _end_value(self, events: list[Event]) -> None:
-        if self._key == '"name"' and self.name is None:
+        if self._names_call:
             self._tell_name(events)
         elif self._is_arguments:
             streamed = self._streams
             self.has_arguments = True
             if not streamed:
-                arguments = _plain(self._value)
+                arguments = _plain("".join(self._value))
                 if self.name is None:
                     self._early = arguments
                 else:
-                    self._open += arguments
+                    self._open.append(arguments)
 
     def _tell_name(self, events: list[Event]) -> None:
         try:
-            name = json.loads(self._value)
+            name = json.loads("".join(self._value))
         except ValueError:
             name = None
         if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
@@ -185,12 +187,12 @@ class JsonCall:
             return
         self.name = name
         events.append(CallStart(self._index, name))
-        self._open += self._early
+        self._open += [self._early] if self._early else []
 
     def _close(self, events: list[Event]) -> None:
         self.done = True
         if not self.has_arguments:
-            self._open = "{}"
+            self._open = ["{}"]
 
 
 def _plain(value: str) -> str:
