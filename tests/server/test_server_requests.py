@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -266,3 +267,38 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages" if path == CHAT else "prompt")
     assert "at least 11666 tokens" in error["message"]
     assert "holds 512" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "application/json"}, 200),
+        ({"content-type": "Application/JSON; charset=utf-8"}, 200),
+        ({"content-type": "application/vnd.api+json"}, 200),
+        ({"content-type": "application/json", "origin": "https://page.example"}, 200),
+        ({}, 200),
+        ({"content-type": "application/x-www-form-urlencoded"}, 200),
+        ({"content-encoding": "identity"}, 200),
+        ({"content-type": "application/x-www-form-urlencoded", "origin": "https://page.example"}, 415),
+        ({"origin": "https://page.example"}, 415),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "multipart/form-data; boundary=x"}, 415),
+        ({"content-type": "application/json-seq"}, 415),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415),
+        ({"content-type": "application/json", "content-encoding": "gzip, identity"}, 415),
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), [(CHAT, CHAT_BODY), (COMPLETIONS, TEXT_BODY), ("/tokenize", {"prompt": "hi"})])
+def test_a_body_is_json_and_says_nothing_else(
+    client: httpx.Client, path: str, body: dict[str, Any], headers: dict[str, str], status: int
+) -> None:
+    """`curl -d` says that it sends a form, and is understood; a web page that says so is not: its browser asks nobody first."""
+    raw = json.dumps(body).encode()
+    encoded = "gzip" in headers.get("content-encoding", "")
+    response = client.post(path, content=gzip.compress(raw) if encoded else raw, headers=headers)
+    if status == 200:
+        assert response.status_code == 200, response.text
+        return
+    error = error_of(response, 415)
+    assert error["code"] == ("unsupported_encoding" if encoded else "unsupported_media_type")
+    assert ("Content-Encoding" if encoded else "application/json") in error["message"]

@@ -1,4 +1,7 @@
-"""A request's body: read within a size, checked for depth, parsed as JSON. What is wrong is a 400, 408 or 413, never a 500.
+"""A request's body: read within a size, checked for depth, parsed as JSON. What is wrong is a 400, 408, 413 or 415, never a 500.
+
+Bodies are JSON: one without a type, or with what `curl -d` says by itself, passes for it. Not so from a web page (a request with an
+`Origin`): browsers send these to any server without asking it first, JSON by its name only to one that allows the page.
 
 Knows no fields. `NaN`, `Infinity` and `1e999` pass as floats, so that the field that holds one is refused by name.
 """
@@ -11,6 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from kvist.errors import InvalidRequestError
@@ -25,6 +29,8 @@ MAX_VALUES = 250_000
 """Arrays, objects and their members; values of them all. The more there are, the longer parsing holds everybody's streams."""
 READ_SECONDS = 60.0
 DISCARD_SECONDS = 1.0
+JSON_TYPES = frozenset({"application/json", "text/json"})
+UNSAID_TYPES = frozenset({"", "application/x-www-form-urlencoded"})
 SMALL_BODY = 64 * 1024
 """Bodies up to this size are parsed at once; larger ones in a thread and piece by piece, so that others' streams go on."""
 
@@ -36,7 +42,7 @@ _PIECE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]|[^"\[\]{}]
 
 async def read_body(request: Request, limit: int, understand: Callable[[dict[str, Any]], T]) -> T:
     """What `understand` makes of the body's JSON object. Raises what it raises, InvalidRequestError for what is no such object,
-    Refusal (413, 408) and ClientDisconnect."""
+    Refusal (408, 413, 415) and ClientDisconnect."""
 
     def run() -> T:
         value = parse(body)
@@ -45,7 +51,29 @@ async def read_body(request: Request, limit: int, understand: Callable[[dict[str
         return understand(value)
 
     body = await _read(request, limit)
+    _check_headers(request.headers)
     return run() if len(body) <= SMALL_BODY else await asyncio.to_thread(run)
+
+
+def _check_headers(headers: Headers) -> None:
+    """Refuse what says that it is no plain JSON."""
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise Refusal(
+            415,
+            f"The body is encoded ({_shown(encoding)}), which is not read here; send it as it is, without Content-Encoding.",
+            code="unsupported_encoding",
+            headers={"accept-encoding": "identity"},
+        )
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in JSON_TYPES or kind.endswith("+json") or (kind in UNSAID_TYPES and "origin" not in headers):
+        return
+    said = f"is {_shown(kind)}" if kind else "is missing"
+    raise Refusal(415, f"The Content-Type {said}; send JSON as application/json.", code="unsupported_media_type")
+
+
+def _shown(value: str) -> str:
+    return ascii(value[:100])[1:-1]
 
 
 async def _read(request: Request, limit: int) -> bytes:
