@@ -15,7 +15,7 @@ def test_tokens_are_streamed_and_counted(route: str) -> None:
     result = measure_tokens(route, 3, 20, 0.005)
     assert result["tokens"] == 60
     assert 0 < result["chunks"] <= 60
-    assert result["microseconds"] >= result["user_microseconds"] >= 0
+    assert result["microseconds"] > 0
 
 
 def test_connections_are_opened_and_weighed() -> None:
