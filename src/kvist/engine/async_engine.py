@@ -1,7 +1,8 @@
 """An engine with a thread of its own, used from event loops.
 
 Event loops put commands in an inbox; the engine thread takes them between steps, and gives deltas back through `streams`. Only the
-engine thread touches the engine; `snapshot()` is the last one that it published. Tokenizing and rendering run in a
+engine thread touches the engine; `snapshot()` is the last one that it published, before the deltas of a step in which a request
+ended, and else no older than `PUBLISH_SECONDS` or a step. Tokenizing and rendering run in a
 small pool of worker threads, compiling in another, never on a loop. Invariants: every open stream ends (last delta, or an error); a
 reader that leaves early has its request aborted and its blocks freed before the next step.
 """
@@ -12,6 +13,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +33,8 @@ logger = logging.getLogger("kvist")
 TEXT_THREADS = 2
 FORM_THREADS = 2
 """Compiling a form may take seconds: it has threads of its own, so that nobody's tokenizing waits for it."""
+PUBLISH_SECONDS = 0.05
+"""Of steps that only go on, not each is worth a snapshot: it costs as much as the deltas of thirty requests."""
 UNWELL_STEPS = 10
 """Failed steps without a good one between them: no longer the fault of single requests."""
 
@@ -88,6 +92,9 @@ class AsyncEngine:
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._streams: dict[str, Stream] = {}
         self._snapshot = engine.snapshot()
+        self._published = 0.0
+        self._changed = True
+        """Requests came or went, and the step that shows it may not have been published."""
         self._health: str | None = "The engine is not started."
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvist-engine", daemon=True)
@@ -208,13 +215,20 @@ class AsyncEngine:
         try:
             while self._take_commands():
                 deltas = self._engine.step()
-                self._snapshot = self._engine.snapshot()
-                self._deliver(deltas)
+                ended = {delta.request_id for delta in deltas if delta.finish_reason is not None}
+                self._publish(bool(ended))
+                self._deliver(deltas, ended)
         except BaseException as error:
             logger.exception("The engine thread ends.")
             reason = f"The engine stopped on an internal error ({type(error).__name__}: {error}); restart it."
         finally:
             self._close_streams(reason)
+
+    def _publish(self, ended: bool) -> None:
+        now = time.monotonic()
+        if ended or self._changed or now - self._published >= PUBLISH_SECONDS:
+            self._snapshot, self._published = self._engine.snapshot(), now
+        self._changed = ended  # the next step gives what is free to others
 
     def _take_commands(self) -> bool:
         """Carry out all that is in the inbox, waiting when there is nothing else to do. False: stop."""
@@ -234,6 +248,7 @@ class AsyncEngine:
                 return False
             # Those who follow events ask often, and looking on changes nothing.
             checked = checked and isinstance(command, _Ask)
+            self._changed = True
             self._carry_out(command)
 
     def _carry_out(self, command: _Command) -> None:
@@ -260,15 +275,12 @@ class AsyncEngine:
                         # Whoever asked gets it, be it a refusal or a fault; the requests that run go on.
                         answer.set_exception(error)
 
-    def _deliver(self, deltas: list[OutputDelta]) -> None:
+    def _deliver(self, deltas: list[OutputDelta], ended: set[str]) -> None:
         """One post, and so at most one wake-up, per event loop."""
         outgoing: dict[Mailbox, list[tuple[Stream, OutputDelta]]] = defaultdict(list)
-        ended: set[str] = set()
         for delta in deltas:
             if (stream := self._streams.get(delta.request_id)) is not None:
                 outgoing[stream.mailbox].append((stream, delta))
-            if delta.finish_reason is not None:
-                ended.add(delta.request_id)
         for mailbox, posts in outgoing.items():
             if not mailbox.post(posts):
                 for request_id in {delta.request_id for _, delta in posts}:

@@ -74,7 +74,10 @@ class Mailbox:
             return False
         with self.lock:
             for stream, delta in deltas:
-                stream.add(delta)
+                if delta.index in stream.unread:
+                    stream.add(delta)
+                else:
+                    stream.unread[delta.index] = [delta]
                 self._ready.add(stream)
             for stream, error in failed:
                 stream.error = stream.error or error
@@ -119,9 +122,13 @@ class Stream:
         if not sink.ready():
             return False
         with self.mailbox.lock:
-            if not self.unread or any(deltas[-1].finish_reason is not None for deltas in self.unread.values()):
-                return False
-            unread, self.unread = self.unread, {}
+            unread = self.unread
+            for deltas in unread.values():
+                if deltas[-1].finish_reason is not None:
+                    return False
+            self.unread = {}
+        if not unread:
+            return False
         try:
             sink.take([merge_deltas(deltas) for deltas in unread.values()])
         except Exception as error:
@@ -130,8 +137,9 @@ class Stream:
         return self.error is None  # which may have come behind them
 
     def add(self, delta: OutputDelta) -> None:
-        """Called under the mailbox's lock. Merging now and then, not each time, keeps the engine's work for a slow reader small."""
-        unread = self.unread.setdefault(delta.index, [])
+        """To what is unread of the choice already, under the mailbox's lock. Merging now and then, not each time, keeps the
+        engine's work for a slow reader small."""
+        unread = self.unread[delta.index]
         unread.append(delta)
         if len(unread) >= MAX_UNREAD_DELTAS:
             unread[:] = [merge_deltas(unread)]
