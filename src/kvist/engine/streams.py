@@ -130,7 +130,7 @@ class Stream:
         if not unread:
             return False
         try:
-            sink.take([merge_deltas(deltas) for deltas in unread.values()])
+            sink.take([deltas[0] if len(deltas) == 1 else merge_deltas(deltas) for deltas in unread.values()])
         except Exception as error:
             self._fault = error
             return False

@@ -26,6 +26,7 @@ from kvist.server.body import read_body
 from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import TokenLabels, chat_entries
 from kvist.server.protocol import ChatRequest, parse_request
+from kvist.server.sse import DATA
 from kvist.server.state import ServerState, state_of
 from kvist.server.streaming import GenerationResponse, Plan, dumps, quoted
 from kvist.server.tools import ToolUse
@@ -172,7 +173,7 @@ class ChatFormat:
     ) -> None:
         self._common = {"id": request_id, "created": int(time.time()), "model": model, "system_fingerprint": profile}
         self._chunk = {"object": "chat.completion.chunk", **self._common}
-        self._head = dumps(self._chunk)[:-1] + ',"choices":[{"index":'
+        self._head = DATA + dumps(self._chunk)[:-1] + ',"choices":[{"index":'
         self._labels = labels
         self._logprobs = body.logprobs
         self._started: set[int] = set()

@@ -22,6 +22,7 @@ from kvist.server.body import read_body
 from kvist.server.generation import Collected, Job
 from kvist.server.logprobs import CompletionLogprobs, TokenLabels, join_pieces
 from kvist.server.protocol import CompletionRequest, parse_request
+from kvist.server.sse import DATA
 from kvist.server.state import ServerState, state_of
 from kvist.server.streaming import GenerationResponse, Plan, dumps, quoted
 
@@ -104,7 +105,7 @@ class CompletionFormat:
             "model": model,
             "system_fingerprint": profile,
         }
-        self._head = dumps(self._common)[:-1] + ',"choices":[{"index":'
+        self._head = DATA + dumps(self._common)[:-1] + ',"choices":[{"index":'
         self._body = body
         self._plain = body.logprobs is None
         """A chunk in mid-answer holds a text and nothing else, and takes the short way."""

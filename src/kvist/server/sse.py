@@ -16,7 +16,8 @@ from starlette.types import Scope, Send
 from kvist.server.connection import connection_of
 
 KEEP_ALIVE_SECONDS = 15.0
-DONE = "data: [DONE]\n\n"
+DATA = "data: "
+DONE = f"{DATA}[DONE]\n\n"
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -92,7 +93,7 @@ class EventStream:
 
 def event(data: str) -> str:
     """One line of JSON as an event."""
-    return f"data: {data}\n\n"
+    return f"{DATA}{data}\n\n"
 
 
 def comment(text: str) -> str:

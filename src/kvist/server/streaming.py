@@ -42,8 +42,8 @@ dumps = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":
 quoted = json.encoder.encode_basestring_ascii
 """A string alone, as `dumps` has it, at half the cost."""
 
-TAILS = {"none": "}]}", "last": '}],"usage":null}'}
-"""What closes a chunk, where it is the same for all."""
+TAILS = {"none": "}]}\n\n", "last": '}],"usage":null}\n\n'}
+"""What closes a chunk's event, where it is the same for all."""
 
 EVENTS_HEADER = "x-kvist-events"
 
@@ -55,7 +55,7 @@ class Format(Protocol):
     """The field that a mistake in the prompt is blamed on."""
 
     def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterable[str]:
-        """The JSON of the chunks that a delta makes. `tail` closes each: choice, list and usage."""
+        """The chunks that a delta makes, each as a whole event. `tail` closes each: choice, list, usage and event."""
         ...
 
     def usage_event(self, usage: dict[str, Any]) -> str: ...
@@ -144,9 +144,10 @@ class GenerationResponse(Response):
             for happened in delta.events:
                 pieces.append(comment(f"kvist {dumps(self._tally.happened(happened, delta.index))}"))
             if delta.token_ids or delta.finish_reason is not None:
-                tail = self._tail if self._tail is not None else f'}}],"usage":{dumps(self._tally.so_far(delta.index))}}}'
-                for data in self._plan.format.events(delta.index, delta, tail):
-                    pieces.append(f"data: {data}\n\n")
+                tail = self._tail
+                if tail is None:
+                    tail = f'}}],"usage":{dumps(self._tally.so_far(delta.index))}}}\n\n'
+                pieces += self._plan.format.events(delta.index, delta, tail)
         return pieces
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
