@@ -11,6 +11,7 @@ from server_fakes import FakeEngine, ServerThread, config, fake_of, serving, wai
 from server_sse import CHAT, COMPLETIONS, stream
 
 import kvist
+from helpers.pace import gathering
 from helpers.tiny_engine import tiny_engine
 from kvist.engine.async_engine import AsyncEngine
 from kvist.server.options import ServerOptions
@@ -101,9 +102,11 @@ def test_a_failed_stream_counts_as_failed() -> None:
 
 
 def test_the_engine_s_steps_and_builds_are_shown() -> None:
-    with serving(AsyncEngine(tiny_engine(num_kv_blocks=12))) as server, httpx.Client(base_url=server.url) as client:
+    engine = AsyncEngine(tiny_engine(num_kv_blocks=12))
+    with serving(engine) as server, httpx.Client(base_url=server.url) as client:
         both = {"prompt": [[10] * 60, [11] * 60], "max_tokens": 60, "ignore_eos": True}
-        assert client.post(COMPLETIONS, json=both).status_code == 200
+        with gathering(engine, 2):
+            assert client.post(COMPLETIONS, json=both).status_code == 200
         scored = {"prompt": [10] * 60, "max_tokens": 0, "echo": True, "logprobs": 1}
         assert client.post(COMPLETIONS, json=scored).status_code == 200
         series = scrape(client)
