@@ -77,7 +77,6 @@ template <class Kv>
 void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch& batch, const GroupTable& table, const AttentionLayer& layer,
                    const float* qkv, float* out) {
   const int dim = layer.dim, ratio = layer.heads / layer.kv_heads;
-  const size_t threads = static_cast<size_t>(pool.num_threads());
   const int rows_per_item = std::clamp(kVectorsPerItem / ratio, 1, 16), vectors = rows_per_item * ratio;
   list_items(batch, layer, rows_per_item, buffers.items);
   const std::vector<Item>& items = buffers.items;
@@ -95,7 +94,7 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
       const Item& item = items[static_cast<size_t>(i)];
       const Scratch scratch = scratch_of(thread);
       const QueryBlock block = scale_queries<Kv>(layer, batch, table, item, qkv, scratch);
-      const QueryBlock after = block_of(layer, batch, table, items[std::min(static_cast<size_t>(i) + threads, items.size() - 1)], scratch);
+      const QueryBlock after = block_of(layer, batch, table, items[std::min(static_cast<size_t>(i) + 1, items.size() - 1)], scratch);
       scratch.total.clear(block.vectors());
       for (int p = block.first_key() / kPartition; p <= block.last_key() / kPartition; ++p) {
         attend_partition<Kv>(block, p, &after, scratch.part);

@@ -5,6 +5,8 @@
 #include <cmath>
 
 #include "elementwise.h"
+#include "linear_formats.h"
+#include "linear_pair.h"
 
 namespace KVIST_NAMESPACE {
 
@@ -13,26 +15,6 @@ namespace {
 constexpr int kNearBytes = 16384;  // of int8 rows that a thread keeps in its first cache beside a panel of weights
 
 constexpr size_t kAheadBytes = 8192;  // a panel of weights and the one after it stay in the first cache together up to this size
-
-struct HalfScale {
-  static V load_lanes(const void* p, size_t at) { return load_v_f16(static_cast<const uint16_t*>(p) + at); }
-};
-struct FloatScale {
-  static V load_lanes(const void* p, size_t at) { return load_v(static_cast<const float*>(p) + at); }
-};
-
-struct DenseF32 {
-  using T = float;
-  static V load_lanes(const float* p) { return load_v(p); }
-};
-struct DenseF16 {
-  using T = uint16_t;
-  static V load_lanes(const uint16_t* p) { return load_v_f16(p); }
-};
-struct DenseBf16 {
-  using T = uint16_t;
-  static V load_lanes(const uint16_t* p) { return load_v_bf16(p); }
-};
 
 // Asks for a line of what will be read next, a panel further on in memory; asking beyond the end does no harm.
 template <bool Leads>
@@ -207,44 +189,95 @@ void panel_product(const Segment& segment, int panel, const Rows& rows, int row,
   panel_tile<kRowTile>(segment, panel, rows, row, count, y);
 }
 
-void product(ThreadPool& pool, const std::vector<Segment>& segments, const Rows& rows, float* out, long ld, Store how) {
+namespace {
+
+// Where item `at` of a product lies when segment s has count(s) items.
+struct Place {
+  const Segment& segment;
+  int item;
+  int column;  // of the segment's first among all columns
+};
+
+template <class Count>
+Place place_of(const std::vector<Segment>& segments, long item, Count count) {
+  int column = 0;
+  for (const Segment& s : segments) {
+    const long own = count(s);
+    if (item < own) return {s, static_cast<int>(item), column};
+    item -= own;
+    column += s.n;
+  }
+  return {segments.back(), 0, column};  // not reached: items are counted by the same function
+}
+
+template <class Count>
+long all_items(const std::vector<Segment>& segments, Count count) {
   long items = 0;
-  for (const Segment& s : segments) items += items_of(pool, s);
-  pool.run(items, [&](long item, int) {
-    float* to = out;
-    size_t at = 0;
-    for (long own; item >= (own = items_of(pool, segments[at])); ++at) {
-      item -= own;
-      to += segments[at].n;
+  for (const Segment& s : segments) items += count(s);
+  return items;
+}
+
+// One row: a matrix is read at two places, its beginning and its middle.
+void row_product(ThreadPool& pool, const std::vector<Segment>& segments, const Rows& row, float* out, Store how) {
+  const auto pairs = [](const Segment& s) { return (s.panels() + 1) / 2; };
+  pool.run(all_items(segments, pairs), [&](long item, int) {
+    const auto [s, panel, column] = place_of(segments, item, pairs);
+    const int other = panel + pairs(s);
+    alignas(64) float y[2][kPanel];
+    if (other == s.panels()) {
+      panel_product(s, panel, row, 0, 1, y);
+    } else {
+      pair_product({s, panel}, {s, other}, row, y);
+      finish_panel(s, other, y[1], out + column, how);
     }
-    const Segment& s = segments[at];
-    const int step = panels_per_item(pool, s), end = std::min(s.panels(), static_cast<int>(item + 1) * step);
+    finish_panel(s, panel, y[0], out + column, how);
+  });
+}
+
+void finish_gated(const Segment& gate, const Segment& up, int panel, const float* g, const float* u, float* h) {
+  const int column = panel * kPanel, width = std::min(kPanel, gate.n - column);
+  F a = load(g), b = load(u);
+  if (gate.bias) a = add(a, load_tail(gate.bias + column, width));
+  if (up.bias) b = add(b, load_tail(up.bias + column, width));
+  const F value = mul(silu(a), b);
+  if (width == kPanel) store(h + column, value);
+  else store_tail(h + column, value, width);
+}
+
+void row_gated_product(ThreadPool& pool, const Segment& gate, const Segment& up, const Rows& row, float* h) {
+  pool.run(gate.panels(), [&](long panel, int) {
+    alignas(64) float y[2][kPanel];
+    pair_product({gate, static_cast<int>(panel)}, {up, static_cast<int>(panel)}, row, y);
+    finish_gated(gate, up, static_cast<int>(panel), y[0], y[1], h);
+  });
+}
+
+}  // namespace
+
+void product(ThreadPool& pool, const std::vector<Segment>& segments, const Rows& rows, float* out, long ld, Store how) {
+  if (rows.count == 1) return row_product(pool, segments, rows, out, how);
+  const auto items = [&](const Segment& s) { return items_of(pool, s); };
+  pool.run(all_items(segments, items), [&](long number, int) {
+    const auto [s, item, column] = place_of(segments, number, items);
+    const int step = panels_per_item(pool, s), end = std::min(s.panels(), (item + 1) * step);
     alignas(64) float y[kRowTile][kPanel];
-    each_tile(rows, static_cast<int>(item) * step, end, [&](int panel, int row, int count) {
+    each_tile(rows, item * step, end, [&](int panel, int row, int count) {
       panel_product(s, panel, rows, row, count, y);
-      for (int r = 0; r < count; ++r) finish_panel(s, panel, y[r], to + (row + r) * ld, how);
+      for (int r = 0; r < count; ++r) finish_panel(s, panel, y[r], out + column + (row + r) * ld, how);
     });
   });
 }
 
 void gated_product(ThreadPool& pool, const Segment& gate, const Segment& up, const Rows& rows, float* h) {
+  if (rows.count == 1) return row_gated_product(pool, gate, up, rows, h);
   const int step = panels_per_item(pool, gate);
   pool.run(items_of(pool, gate), [&](long item, int) {
     alignas(64) float g[kRowTile][kPanel], u[kRowTile][kPanel];
     const int end = std::min(gate.panels(), static_cast<int>(item + 1) * step);
     each_tile(rows, static_cast<int>(item) * step, end, [&](int panel, int row, int count) {
-      const int column = panel * kPanel, width = std::min(kPanel, gate.n - column);
       panel_product(gate, panel, rows, row, count, g);
       panel_product(up, panel, rows, row, count, u);
-      for (int r = 0; r < count; ++r) {
-        F a = load(g[r]), b = load(u[r]);
-        if (gate.bias) a = add(a, load_tail(gate.bias + column, width));
-        if (up.bias) b = add(b, load_tail(up.bias + column, width));
-        const F value = mul(silu(a), b);
-        float* to = h + static_cast<size_t>(row + r) * gate.n + column;
-        if (width == kPanel) store(to, value);
-        else store_tail(to, value, width);
-      }
+      for (int r = 0; r < count; ++r) finish_gated(gate, up, panel, g[r], u[r], h + static_cast<size_t>(row + r) * gate.n);
     });
   });
 }

@@ -56,6 +56,7 @@ double rate_of(ThreadPool& pool, double operations, Body body) {
   return best;
 }
 
+// Each thread reads at two places in turn: more lines of memory are on their way than with one.
 double read_rate(ThreadPool& pool, size_t bytes, std::vector<float>& sink) {
   constexpr size_t kStep = 8 * kLanes;
   const size_t share = std::max(bytes / sizeof(float) / pool.num_threads() / kStep, size_t{1}) * kStep;
@@ -67,8 +68,12 @@ double read_rate(ThreadPool& pool, size_t bytes, std::vector<float>& sink) {
     const double seconds = seconds_of(pool, [&](int thread) {
       V sum[8];
       for (V& one : sum) one = zero_v();
-      for (const float *p = data + thread * share, *end = p + share; p < end; p += kStep)
-        for (int i = 0; i < 8; ++i) sum[i] = add_v(sum[i], load_v(p + i * kLanes));
+      const float* const begin = data + thread * share;
+      for (const float *p = begin, *q = begin + share / 2; p < begin + share / 2; p += kStep / 2, q += kStep / 2)
+        for (int i = 0; i < 4; ++i) {
+          sum[i] = add_v(sum[i], load_v(p + i * kLanes));
+          sum[4 + i] = add_v(sum[4 + i], load_v(q + i * kLanes));
+        }
       for (int i = 1; i < 8; ++i) sum[0] = add_v(sum[0], sum[i]);
       store_v(sink.data() + thread * kLanes, sum[0]);
     });

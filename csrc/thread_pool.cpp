@@ -1,6 +1,7 @@
 // The pool's loop; see thread_pool.h for what it promises.
 #include "thread_pool.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 
@@ -64,7 +65,7 @@ FloatMode::~FloatMode() {
 #endif
 }
 
-ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) {
+ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) : shares_(static_cast<size_t>(std::max(1, num_threads))) {
   for (int thread = 1; thread < num_threads; ++thread) {
     workers_.emplace_back([this, thread] { work(thread); });
     if (!cpus.empty()) bound_ = bind(workers_.back(), cpus[static_cast<size_t>(thread) % cpus.size()]) && bound_;
@@ -79,7 +80,11 @@ ThreadPool::~ThreadPool() {
 }
 
 void ThreadPool::take_items(int thread) {
-  for (long item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items_;) function_(context_, item, thread);
+  const int threads = num_threads();
+  for (int i = 0; i < threads; ++i) {
+    Share& share = shares_[static_cast<size_t>((thread + i) % threads)];
+    for (long item; (item = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) function_(context_, item, thread);
+  }
 }
 
 void ThreadPool::run_items(long items, Function function, void* context) {
@@ -90,8 +95,12 @@ void ThreadPool::run_items(long items, Function function, void* context) {
   }
   function_ = function;
   context_ = context;
-  items_ = items;
-  next_.store(0, std::memory_order_relaxed);
+  long from = 0;
+  for (int thread = 0; thread < num_threads(); ++thread) {
+    Share& share = shares_[static_cast<size_t>(thread)];
+    share.next.store(from, std::memory_order_relaxed);
+    share.end = from = items * (thread + 1) / num_threads();
+  }
   left_.store(0, std::memory_order_relaxed);
   entered_.store(0, std::memory_order_release);
   generation_.fetch_add(1, std::memory_order_release);

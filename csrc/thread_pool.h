@@ -1,5 +1,6 @@
 // A small persistent pool: the caller and num_threads - 1 workers share numbered items of one loop at a time.
 //
+// A thread begins with a share of neighbouring items, whose memory it reads in one go, and helps the others when it has finished.
 // Which thread takes which item is left open, so an item's result must not depend on it. A worker waits by spinning for about 50 us,
 // then parks; an idle pool costs nothing. Every thread that runs items flushes subnormals to zero and rounds to nearest.
 // One caller at a time; items must not call run.
@@ -40,13 +41,18 @@ class ThreadPool {
   void take_items(int thread);
   void work(int thread);
 
+  // A thread's own run of neighbouring items; whoever has finished its own takes from the others'.
+  struct alignas(64) Share {
+    std::atomic<long> next{0};
+    long end = 0;
+  };
+
+  std::vector<Share> shares_;
   std::vector<std::thread> workers_;
   bool bound_ = true;
   Function function_ = nullptr;
   void* context_ = nullptr;
-  long items_ = 0;
   alignas(64) std::atomic<uint32_t> generation_{0};
-  alignas(64) std::atomic<long> next_{0};
   alignas(64) std::atomic<int> entered_{kClosed};  // workers inside the loop; kClosed and more: the loop takes nobody any more
   alignas(64) std::atomic<int> left_{0};
   std::atomic<bool> stop_{false};

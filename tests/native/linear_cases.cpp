@@ -160,10 +160,12 @@ void gated_products(Digest& digest) {
   ThreadPool one(1), three(3);
   for (const Kind& kind : kKinds)
     for (const int n : {16, 37, 200}) {
-      const Matrix gate = make_matrix(kind, n, 64, n == 37, chance), up = make_matrix(kind, n, 64, n != 16, chance);
+      const Kind& other = n == 200 ? kKinds[(static_cast<size_t>(&kind - std::begin(kKinds)) + 1) % std::size(kKinds)] : kind;
+      const Matrix gate = make_matrix(kind, n, 64, n == 37, chance), up = make_matrix(other, n, 64, n != 16, chance);
+      const bool quantize = gate.quantized() || up.quantized();
       const auto x = chance.floats(kMaxRows * 64);
       RowBuffers buffers, own;
-      const Rows rows = prepare_rows(one, buffers, x.data(), kMaxRows, 64, nullptr, 0.0f, gate.quantized());
+      const Rows rows = prepare_rows(one, buffers, x.data(), kMaxRows, 64, nullptr, 0.0f, quantize);
       std::vector<float> h(static_cast<size_t>(kMaxRows) * n), shared(h.size());
       gated_product(one, gate.segment(), up.segment(), rows, h.data());
       gated_product(three, gate.segment(), up.segment(), rows, shared.data());
@@ -176,7 +178,7 @@ void gated_products(Digest& digest) {
           const float value = h[r * n + c];
           check(std::fabs(value - exact) <= bound, "%s: gated row %d column %d is %a, not %a", kind.name, r, c, value, exact);
         }
-        const Rows alone = prepare_rows(one, own, x.data() + r * 64, 1, 64, nullptr, 0.0f, gate.quantized());
+        const Rows alone = prepare_rows(one, own, x.data() + r * 64, 1, 64, nullptr, 0.0f, quantize);
         gated_product(three, gate.segment(), up.segment(), alone, shared.data());
         check(same_bits(shared.data(), h.data() + r * n, static_cast<size_t>(n)), "%s: gated row %d alone has other bits", kind.name, r);
       }

@@ -71,6 +71,18 @@ void all_threads_take_part() {
   check(std::set<int>(threads.begin(), threads.end()).size() == 3, "items ran on threads %d, %d and %d", threads[0], threads[1], threads[2]);
 }
 
+// A thread that is held by one item of its share leaves the rest of it to the others.
+void shares_are_taken_over() {
+  ThreadPool pool(2);
+  std::atomic<int> done{0};
+  pool.run(100, [&](long item, int) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (item == 0 && done.load() < 99 && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+    if (item == 0) check(done.load() == 99, "%d of 99 items were done while one held a thread", done.load());
+    done.fetch_add(1);
+  });
+}
+
 // Subnormals are flushed inside items on every thread, and the caller's own mode comes back.
 void items_flush_subnormals() {
 #if defined(__x86_64__)
@@ -92,6 +104,7 @@ void pool_cases(Digest&) {
   pools_come_and_go();
   idle_workers_wake();
   all_threads_take_part();
+  shares_are_taken_over();
   items_flush_subnormals();
 }
 
