@@ -115,15 +115,15 @@ def _run(
 
 def _roofline(engine: EngineOptions, model: Path, config: ModelConfig, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """kvist's figures as bytes and operations a second. None where the bytes of the weights that it reads are not the file's."""
-    from kvist.bench.machine import read_bandwidth
     from kvist.bench.model_files import read_bytes
     from kvist.bench.roofline import model_cost, roofline
+    from kvist.cli.doctor import measured
 
     if not model.is_file() or engine.quantization is not None or engine.dtype != "auto":
         return None
     cost = model_cost(config, read_bytes(model), engine.kv_cache_dtype)
     medians = {row["work"]: row["medians"]["kvist"] for row in rows if "kvist" in row["medians"]}
-    return roofline(WORKS, cost, medians, read_bandwidth(engine.num_threads or available_cpus()))
+    return roofline(WORKS, cost, medians, measured(engine)["read_bytes"])
 
 
 def _size(model: Path) -> int:

@@ -87,10 +87,10 @@ def advice(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def measured(options: EngineOptions, kernels: dict[str, Any]) -> dict[str, Any]:
+def measured(options: EngineOptions) -> dict[str, Any]:
     """Peaks of the machine with the kernels that run: bytes a second read, operations a second by format; a second or so."""
     threads = options.num_threads or available_cpus()
-    isa = kernels["in_use"] if options.isa == "auto" else options.isa
+    isa = next(iter(cpu.available()), "numpy") if options.isa == "auto" else options.isa
     if isa == "numpy":
         return {"isa": isa, "num_threads": threads, "read_bytes": read_bandwidth(threads)}
     return {"isa": isa, "num_threads": threads} | asdict(cpu.make_ops(isa, threads).peaks())
@@ -104,7 +104,7 @@ def examine(measure: bool, options: EngineOptions) -> dict[str, Any]:
         "version": __version__,
         "machine": machine,
         "kernels": kernels,
-        "peaks": measured(options, kernels) if measure else None,
+        "peaks": measured(options) if measure else None,
         "compiler": compiler_facts(),
         "models": {"cache_dir": str(cache_dir()), "pulled": pulled_models()},
     }
