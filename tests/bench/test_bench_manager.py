@@ -11,7 +11,8 @@ from kvist.kv.eviction import POLICIES
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_cost_and_memory(policy: str) -> None:
     cost = measure_manager(2048, policy, rounds=2, prompts=20)
-    assert len(cost.microseconds) == 2
-    assert cost.found_share > 0.2
+    assert len(cost.microseconds) == len(cost.new_microseconds) == len(cost.repeated_microseconds) == 2
+    # Half of the prompts are new; the least recently used are the others, and the default forgets none of so few.
+    assert cost.found_share == 0.5
     # The bound of the whole: arrays, hashes, index and ghosts; it does not depend on the machine.
     assert measure_memory(8192, policy) < 300

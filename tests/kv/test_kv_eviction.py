@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -39,7 +39,7 @@ def test_rings_join_and_close() -> None:
     rings = Rings(6)
     old, new, none = rings.open(), rings.open(), rings.open()
     for ring, block in ((old, 0), (new, 1), (old, 2), (new, 3)):
-        rings.append(ring, block)
+        rings.extend(ring, [block])
     rings.join(old, none)
     rings.join(old, new)
     assert rings.blocks(old) == [0, 2, 1, 3]
@@ -49,6 +49,26 @@ def test_rings_join_and_close() -> None:
     assert (taken, rings.blocks(old)) == ([0, 2], [3])
     assert {rings.open(), rings.open()} == {new, none}, "closed entries are used again"
     assert rings.open() == 9
+
+
+@given(st.data())
+def test_pieces_of_rings_are_taken_out_in_any_order(data: st.DataObject) -> None:
+    rings = Rings(12)
+    rows = [data.draw(st.permutations(range(7))), data.draw(st.permutations(range(7, 12)))]
+    names = [rings.open(), rings.open()]
+    for ring, row in zip(names, rows, strict=True):
+        rings.extend(ring, row[:3])
+        rings.extend(ring, row[3:])
+    backwards = [block for row in rows for block in reversed(row)]
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
+    taken = data.draw(
+        st.sampled_from([backwards[start:stop], backwards[start:stop][::-1], data.draw(st.permutations(backwards))[:stop]])
+    )
+    rings.unlink(taken)
+    for ring, row in zip(names, rows, strict=True):
+        left = [block for block in row if block not in taken]
+        assert rings.blocks(ring) == left
+        assert [rings.prev[block] for block in [*left, ring]] == [ring, *left]
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)

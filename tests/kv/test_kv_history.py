@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.history import MAX_EVENTS, MAX_PROMPTS, EventLog, SeenPrompt, SeenPrompts
 
@@ -10,7 +12,7 @@ NAME = BlockHash(bytes(32))
 
 
 def seen(prompt: list[int], output: list[int], root: BlockHash = ROOT) -> SeenPrompt:
-    return SeenPrompt(root, prompt, output, prompt_hashes(root, prompt + output, 4), 1.0)
+    return SeenPrompt(root, array("I", prompt + output), len(prompt), prompt_hashes(root, prompt + output, 4), 1.0)
 
 
 def test_events_are_bounded_by_count_and_by_blocks() -> None:
@@ -33,7 +35,7 @@ def test_prompts_are_bounded_and_the_nearest_is_found_to_the_token() -> None:
     asked = [50] * 6 + [1, 2, 9, 9, 9, 9]
     found = prompts.nearest(ROOT, asked, prompt_hashes(ROOT, asked, 4), 4)
     assert found is not None
-    assert (found[0].prompt[0], found[1]) == (50, 8)
+    assert (found[0].tokens[0], found[1]) == (50, 8)
     assert prompts.nearest(NAME, asked, prompt_hashes(NAME, asked, 4), 4) is None
     assert prompts.rewritten(ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) == 8
     other = [50] * 5 + [8] * 7

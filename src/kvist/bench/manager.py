@@ -1,13 +1,18 @@
 """What the KV manager's own work costs a block: match, allocate, commit and free, and the host memory behind them.
 
-It fills a pool with prompts until blocks are evicted, then times prompts of which some are found again. No model runs. Times are of
-the processor, not of the clock, so that other processes disturb less; figures are per block of the prompts.
+It fills a pool with prompts until blocks are evicted, then times prompts of which every second one is new, and so evicts others.
+The rest was served before: how long ago is spread evenly over most of what a pool of this size holds, so a large pool is not
+measured on the few blocks that the processor's caches hold. Prompts are of 1,024 tokens and one more, computed in chunks as by a
+server, one request at a time. No model runs, and requests are made before they are timed. Times are of the processor, not of the
+clock, so that other processes disturb less; figures are per block of the prompts.
 """
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
+from array import array
 from dataclasses import dataclass
 
 from kvist.kv.manager import KVManager
@@ -18,6 +23,8 @@ BLOCK_SIZE = 16
 PROMPT_BLOCKS = 64
 CHUNK = 512
 """Rows that one step computes, as the server's default."""
+REACH = 0.75
+"""Repeated prompts were served at most this share of the pool ago: an LRU of the pool's size still has all of them."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,10 @@ class ManagerCost:
     num_blocks: int
     microseconds: tuple[float, ...]
     """Per block of the prompts, one value a round."""
+    new_microseconds: tuple[float, ...]
+    """Of the new prompts alone: every block is allocated, most of them from others that are evicted."""
+    repeated_microseconds: tuple[float, ...]
+    """Of those that were served before; what the policy has evicted since is computed again."""
     found_share: float
     """Blocks that were found."""
     bytes_per_block: float | None
@@ -39,18 +50,22 @@ class _Drive:
         self.found = self.blocks = 0
         self.now = 0.0
 
-    def serve(self, number: int) -> None:
+    def request(self, number: int) -> Request:
+        """The same prompt for the same number."""
+        tokens = array("H", random.Random(number).randbytes(2 * (BLOCK_SIZE * PROMPT_BLOCKS + 1)))
+        return Request(f"{number}", tokens.tolist(), self.params, 1)
+
+    def serve(self, request: Request) -> None:
         """One prompt through the manager."""
-        prompt = [number + 1] * (BLOCK_SIZE * PROMPT_BLOCKS + 1)
-        manager, request = self.manager, Request(f"{number}", prompt, self.params, 1)
+        manager, length = self.manager, request.num_prompt_tokens
         self.now += 0.1
         manager.advance(self.now)
         manager.add(request)
         match = manager.match(request)
         manager.attach(request, match)
         request.num_computed_tokens = match.num_tokens
-        while request.num_computed_tokens < len(prompt):
-            rows = min(CHUNK, len(prompt) - request.num_computed_tokens)
+        while request.num_computed_tokens < length:
+            rows = min(CHUNK, length - request.num_computed_tokens)
             granted = manager.allocate(request, rows)
             assert granted, "a request that is alone gets its blocks"
             request.num_computed_tokens += rows
@@ -59,25 +74,36 @@ class _Drive:
         self.found += match.num_tokens // BLOCK_SIZE
         self.blocks += PROMPT_BLOCKS
 
+    def fill(self) -> int:
+        """Serve new prompts until blocks have been evicted; returns how many."""
+        count = self.manager.num_blocks // PROMPT_BLOCKS + 8
+        for number in range(count):
+            self.serve(self.request(number))
+        return count
+
 
 def measure_manager(num_blocks: int, policy: str, *, rounds: int = 5, prompts: int = 200) -> ManagerCost:
-    """Every second prompt of a round is one of the last, and found if the policy kept it."""
+    """`prompts` a round, every second one new."""
     drive = _Drive(num_blocks, policy)
-    fill = num_blocks // PROMPT_BLOCKS + 8
-    for number in range(fill):
-        drive.serve(number)
+    number = drive.fill()
+    reach = max(1, int(REACH * num_blocks / PROMPT_BLOCKS) - prompts)
     drive.found = drive.blocks = 0
-    values, number = [], fill
-    for _ in range(rounds):
-        # Asking for the time costs as much as a few blocks, so a round is timed as a whole.
-        started = time.process_time()
-        for _ in range(prompts // 2):
-            drive.serve(number)
-            drive.serve(number - min(fill, 64) // 2)
-            number += 1
-        seconds = time.process_time() - started
-        values.append(1e6 * seconds / (prompts // 2 * 2 * PROMPT_BLOCKS))
-    return ManagerCost(policy, num_blocks, tuple(values), drive.found / drive.blocks, None)
+    new, repeated = [], []
+    for turn in range(rounds):
+        fresh = [drive.request(number + item) for item in range(prompts // 2)]
+        # A stride that shares no factor with anything likely, so that no prompt comes twice within a round.
+        again = [drive.request(number - 1 - (turn * 7 + item * 7919) % reach) for item in range(prompts // 2)]
+        number += len(fresh)
+        spent = [0.0, 0.0]
+        for pair in zip(fresh, again, strict=True):
+            for kind, request in enumerate(pair):
+                started = time.process_time()
+                drive.serve(request)
+                spent[kind] += time.process_time() - started
+        new.append(1e6 * spent[0] / (len(fresh) * PROMPT_BLOCKS))
+        repeated.append(1e6 * spent[1] / (len(again) * PROMPT_BLOCKS))
+    both = tuple((one + other) / 2 for one, other in zip(new, repeated, strict=True))
+    return ManagerCost(policy, num_blocks, both, tuple(new), tuple(repeated), drive.found / drive.blocks, None)
 
 
 def measure_memory(num_blocks: int, policy: str) -> float:
@@ -85,8 +111,7 @@ def measure_memory(num_blocks: int, policy: str) -> float:
     tracemalloc.start()
     try:
         drive = _Drive(num_blocks, policy)
-        for number in range(num_blocks // PROMPT_BLOCKS + 8):
-            drive.serve(number)
+        drive.fill()
         return tracemalloc.get_traced_memory()[0] / num_blocks
     finally:
         tracemalloc.stop()

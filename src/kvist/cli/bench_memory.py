@@ -111,13 +111,14 @@ def manager_command(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("policy", "blocks", "µs a block", "min", "max", "found", "bytes a block")
+    table = Table("policy", "blocks", "µs a block", "min", "max", "new", "repeated", "found", "bytes a block")
     for row in rows:
         times = row["microseconds"]
         table.add_row(
             row["policy"],
             f"{row['num_blocks']:,}",
             *(f"{value:.2f}" for value in (statistics.median(times), min(times), max(times))),
+            *(f"{statistics.median(row[name]):.2f}" for name in ("new_microseconds", "repeated_microseconds")),
             f"{row['found_share']:.0%}",
             f"{row['bytes_per_block']:.0f}" if row["bytes_per_block"] is not None else "",
         )

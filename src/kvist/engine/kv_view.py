@@ -18,6 +18,7 @@ from kvist.kv.block import BlockHash
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
 from kvist.kv.memory import KVMemory
+from kvist.kv.pool import RefCounts
 from kvist.kv.prefix import IndexListing, PrefixMatch
 from kvist.kv.rings import ORDINARY_PRIORITY
 from kvist.kv.uses import UseListing
@@ -31,7 +32,7 @@ class Blocks:
 
     listing: IndexListing
     root: BlockHash | None
-    ref_counts: Sequence[int]
+    ref_counts: RefCounts
     priorities: dict[int, int]
     """Of claimed blocks."""
     pinned: frozenset[int]

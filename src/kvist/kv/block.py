@@ -11,6 +11,8 @@ on every machine (little-endian), so that stored blocks can be found again.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import NewType, Protocol
@@ -46,9 +48,11 @@ def extend_hashes(hashes: list[BlockHash], hasher: Hasher, token_ids: Sequence[i
     """Append the hashes of the blocks that follow `hashes`; `token_ids` are whole blocks that begin where the last one ended, and
     `hasher` has taken in what is before them."""
     assert len(token_ids) % block_size == 0, "only whole blocks have a hash"
-    data = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    words = array("I", token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
     update, digest, append = hasher.update, hasher.digest, hashes.append
-    for (block,) in struct.iter_unpack(f"{4 * block_size}s", data):
+    for (block,) in struct.iter_unpack(f"{4 * block_size}s", words):
         update(block)
         append(BlockHash(digest()))
 

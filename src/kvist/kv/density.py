@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from kvist.kv.rings import ORDINARY_PRIORITY, Prioritized
 
@@ -49,6 +50,10 @@ def _cell_start(cell: int) -> int:
 CELL_WIDTHS = tuple(_cell_start(cell + 1) - _cell_start(cell) for cell in range(AGE_CELLS))
 
 
+CELLS = bytes(map(age_cell, range(1 << 10)))
+"""Of the most frequent ages."""
+
+
 class ReuseStatistics:
     """When blocks of each class come back. `kept` and `returned` fade, so that old habits are forgotten."""
 
@@ -75,14 +80,17 @@ class ReuseStatistics:
                 hits.append(come)
                 time.append(max(left - come / 2, prior) * width)
                 left -= come
-            for cell in range(AGE_CELLS):
-                best = sum_hits = sum_time = 0.0
-                for more_hits, more_time in zip(hits[cell:], time[cell:], strict=True):
+            # Going back over the cells, joined cells are those up to the best moment to give up: one more is joined with those that
+            # follow as long as they bring more for their time than it does.
+            worth, joined = self.worth[kind], list[tuple[float, float]]()
+            for cell in range(AGE_CELLS - 1, -1, -1):
+                sum_hits, sum_time = hits[cell], time[cell]
+                while joined and joined[-1][0] * sum_time > sum_hits * joined[-1][1]:
+                    more_hits, more_time = joined.pop()
                     sum_hits += more_hits
                     sum_time += more_time
-                    if sum_hits > best * sum_time:
-                        best = sum_hits / sum_time
-                self.worth[kind][cell] = best
+                joined.append((sum_hits, sum_time))
+                worth[cell] = sum_hits / sum_time
 
 
 class Density(Prioritized):
@@ -113,25 +121,26 @@ class Density(Prioritized):
         self._young = [self._rings.open() for _ in range(NUM_CLASSES)]
         self._old: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_CLASSES)]
         """Per class, oldest first: (ring, step of its oldest block, step of its newest)."""
-        self._victims = self._ranked()[::-1]
-        """The rings that may have blocks to reuse, those of least worth last; pop drops those it has emptied."""
+        self._victims: list[int] = []
+        """The rings that may have blocks to reuse, those of least worth last; pop drops those it has emptied. Empty until the first
+        pop of a step."""
 
     def push(self, block_ids: Iterable[int]) -> None:
-        following, previous, priority, since, uses = self._rings.next, self._rings.prev, self._priority, self._since, self._uses
-        young, step, pushed = self._young, self._step, [0] * NUM_CLASSES
+        block_ids = list(block_ids)
+        uses, since, step, kept = self._uses, self._since, self._step, self._statistics.kept
         for block_id in block_ids:
-            kind = uses[block_id]
             since[block_id] = step
-            pushed[kind] += 1
-            ring = young[kind] if priority[block_id] == ORDINARY_PRIORITY else self._level[priority[block_id]]
-            last = previous[ring]
-            previous[block_id] = last
-            following[block_id] = ring
-            following[last] = previous[ring] = block_id
-        kept = self._statistics.kept
-        for kind, count in enumerate(pushed):
-            kept[kind] += count
-        self._pushed += sum(pushed)
+        if len(self._levels) == 1:
+            for kind, alike in groupby(block_ids, uses.__getitem__):
+                ids = list(alike)
+                kept[kind] += len(ids)
+                self._rings.extend(self._young[kind], ids)
+        else:
+            for block_id in block_ids:
+                kind, priority = uses[block_id], self._priority[block_id]
+                kept[kind] += 1
+                self._rings.extend(self._young[kind] if priority == ORDINARY_PRIORITY else self._level[priority], (block_id,))
+        self._pushed += len(block_ids)
         if self._pushed >= self._step_blocks:
             self._step += self._pushed // self._step_blocks
             self._pushed %= self._step_blocks
@@ -141,14 +150,23 @@ class Density(Prioritized):
         block_ids = list(block_ids)
         self._rings.unlink(block_ids)
         uses, since, step, returned = self._uses, self._since, self._step, self._statistics.returned
+        # Most go together as they came, and are counted together.
+        last_since = last_kind = -1
+        count = 0.0
         for block_id in block_ids:
-            returned[uses[block_id]][age_cell(step - since[block_id])] += 1.0
+            if since[block_id] != last_since or uses[block_id] != last_kind:
+                if count:
+                    returned[last_kind][age_cell(step - last_since)] += count
+                last_since, last_kind, count = since[block_id], uses[block_id], 0.0
+            count += 1.0
+        if count:
+            returned[last_kind][age_cell(step - last_since)] += count
 
     def pop(self, count: int) -> list[int]:
         taken: list[int] = []
         for priority in self._levels:
             if priority == ORDINARY_PRIORITY:
-                victims = self._victims
+                victims = self._victims = self._victims or self._ranked()[::-1]
                 while victims and count:
                     count = self._rings.take(victims[-1], count, taken)
                     if count:
@@ -177,12 +195,17 @@ class Density(Prioritized):
     def hit(self, block_ids: Iterable[int]) -> None:
         uses = self._uses
         for block_id in block_ids:
-            if uses[block_id] < NUM_CLASSES - 1:
-                uses[block_id] += 1
+            kind = uses[block_id]
+            if kind < NUM_CLASSES - 1:
+                uses[block_id] = kind + 1
 
     def enter(self, block_ids: Sequence[int], memos: Sequence[int | None]) -> None:
         """Whoever computed a block has computed those before it too: what is not remembered of one is known from the next."""
         uses, returned, now = self._uses, self._statistics.returned, self._step
+        if memos.count(None) == len(memos):
+            for block_id in block_ids:
+                uses[block_id] = 0
+            return
         memo: int | None = None
         for block_id, own in zip(reversed(block_ids), reversed(memos), strict=True):
             if own is not None and (memo is None or own & 7 >= memo & 7):
@@ -220,14 +243,15 @@ class Density(Prioritized):
             self._statistics.learn()
             if sum(self._statistics.kept) > MEMORY * self._rings.num_blocks:
                 self._statistics.fade(0.5)
-        self._victims = self._ranked()[::-1]
+        self._victims = []
 
     def _ranked(self) -> list[int]:
         """All rings of ordinary blocks, the least worth first."""
-        worth, now = self._statistics.worth, self._step
+        worth, now, cells = self._statistics.worth, self._step, CELLS
         ranked = [(worth[kind][0], now, ring) for kind, ring in enumerate(self._young)]
-        for kind, old in enumerate(self._old):
-            values = worth[kind]
-            ranked += [(values[age_cell(now - (first + last) // 2)], first, ring) for ring, first, last in old]
+        for values, old in zip(worth, self._old, strict=True):
+            for ring, first, last in old:
+                age = now - (first + last) // 2
+                ranked.append((values[cells[age] if age < len(cells) else age_cell(age)], first, ring))
         ranked.sort()
         return [ring for _, _, ring in ranked]

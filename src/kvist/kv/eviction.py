@@ -9,10 +9,11 @@ exactly one ring from `push` to `unlink` or `pop`; a prefix is pushed last block
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Protocol
 
 from kvist.kv.density import Density
-from kvist.kv.rings import Prioritized
+from kvist.kv.rings import ORDINARY_PRIORITY, Prioritized
 
 
 class EvictionPolicy(Protocol):
@@ -57,13 +58,11 @@ class Lru(Prioritized):
     remembers = False
 
     def push(self, block_ids: Iterable[int]) -> None:
-        following, previous, priority, level = self._rings.next, self._rings.prev, self._priority, self._level
-        for block_id in block_ids:
-            ring = level[priority[block_id]]
-            last = previous[ring]
-            previous[block_id] = last
-            following[block_id] = ring
-            following[last] = previous[ring] = block_id
+        if len(self._levels) == 1:
+            self._rings.extend(self._level[ORDINARY_PRIORITY], block_ids)
+            return
+        for priority, alike in groupby(block_ids, self._priority.__getitem__):
+            self._rings.extend(self._level[priority], alike)
 
     def pop(self, count: int) -> list[int]:
         taken: list[int] = []

@@ -1,15 +1,17 @@
 """What happened to blocks, and which prompts came: two bounded records from which misses are explained.
 
-Both hold what the manager has anyway (hashes, token lists), and cost O(1) a batch of blocks and a request. This module decides
+Both hold what the manager has anyway (hashes, packed tokens), and cost O(1) a batch of blocks and a request. This module decides
 nothing. Invariants: event numbers ascend by one and never repeat; neither record grows beyond its bounds.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.kv.block import BlockHash
 
@@ -23,12 +25,11 @@ def max_event_blocks(num_blocks: int) -> int:
 
 
 def max_prompt_tokens(num_blocks: int) -> int:
-    """A remembered token takes 8 bytes, and its part of a name."""
+    """A remembered token takes 4 bytes, and its part of a name."""
     return min(max(4 * num_blocks, 1 << 13), 1 << 18)
 
 
-@dataclass(frozen=True, slots=True)
-class KVEvent:
+class KVEvent(NamedTuple):
     """`kind` (and `reason`) on the device: stored (computed or restored from a tier), removed (evicted, flushed), retained, expired
     or withdrawn (of claims). In a tier: stored, removed (evicted, damaged, failed), or not_stored (dropped, failed). `owners` are
     the roots of the blocks' prefixes, one for all or one each; None where that is not known."""
@@ -87,28 +88,21 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True)
 class SeenPrompt:
-    """A request that ended. The lists are the request's own, which nobody changes any more."""
+    """A request that ended. Nobody changes the arrays any more."""
 
     root: BlockHash
-    prompt: list[int]
-    output: list[int]
+    tokens: array[int]
+    """Of its prompt, then of its answer."""
+    num_prompt_tokens: int
     hashes: list[BlockHash]
     time: float
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.output)
 
     def common(self, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int) -> int:
         """How many leading tokens are equal. Equal hashes mean equal beginnings, so halving finds the last equal block."""
         both = min(len(hashes), len(self.hashes))
         blocks = bisect_left(range(both), True, key=lambda block: hashes[block] != self.hashes[block])
-        position, end = blocks * block_size, min(self.num_tokens, len(token_ids))
-        split = len(self.prompt)
-        while position < end:
-            mine = self.prompt[position] if position < split else self.output[position - split]
-            if mine != token_ids[position]:
-                break
+        position, end = blocks * block_size, min(len(self.tokens), len(token_ids))
+        while position < end and self.tokens[position] == token_ids[position]:
             position += 1
         return position
 
@@ -123,9 +117,9 @@ class SeenPrompts:
 
     def add(self, prompt: SeenPrompt) -> None:
         self._seen.append(prompt)
-        self._num_tokens += prompt.num_tokens
+        self._num_tokens += len(prompt.tokens)
         while len(self._seen) > MAX_PROMPTS or (self._num_tokens > self._max_tokens and len(self._seen) > 1):
-            self._num_tokens -= self._seen.popleft().num_tokens
+            self._num_tokens -= len(self._seen.popleft().tokens)
 
     def nearest(
         self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int
@@ -147,7 +141,7 @@ class SeenPrompts:
         for seen in self._seen:
             if seen.root != root or (common := seen.common(token_ids, hashes, block_size)) < max(longest, 1):
                 continue
-            within = len(seen.prompt) - slack <= common < min(seen.num_tokens, len(token_ids))
+            within = seen.num_prompt_tokens - slack <= common < min(len(seen.tokens), len(token_ids))
             place = common if within or (place == common) else None
             longest = common
         return place

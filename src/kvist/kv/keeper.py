@@ -7,6 +7,7 @@ Invariants: pinned blocks are held once by the keeper; what is claimed is in the
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,6 +98,8 @@ class Keeper:
     def advance(self, now: float) -> None:
         self.now = now
         changes, free_of_claims = self.retention.expire(now)
+        if changes is NO_CHANGES:
+            return
         self._lapsed.update(free_of_claims)
         self._tell("expired", free_of_claims)
         self._carry_out(changes)
@@ -127,9 +130,9 @@ class Keeper:
         self._remove(found, "flushed")
         return len(found)
 
-    def remember(self, root: BlockHash, prompt: list[int], output: list[int], hashes: list[BlockHash]) -> None:
-        """A request has ended; nobody changes the lists any more."""
-        self._seen.add(SeenPrompt(root, prompt, output, hashes, self.now))
+    def remember(self, root: BlockHash, tokens: array[int], num_prompt_tokens: int, hashes: list[BlockHash]) -> None:
+        """A request has ended; nobody changes its tokens and names any more."""
+        self._seen.add(SeenPrompt(root, tokens, num_prompt_tokens, hashes, self.now))
 
     def explain(
         self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], position: int, block_size: int
@@ -150,7 +153,7 @@ class Keeper:
         if found is None:
             return None
         seen, common = found
-        return Nearest(common, len(seen.prompt), seen.num_tokens, self.now - seen.time)
+        return Nearest(common, seen.num_prompt_tokens, len(seen.tokens), self.now - seen.time)
 
     def _evicted_ago(self, hashes: Sequence[BlockHash]) -> float | None:
         times = [time for block_hash in hashes if (time := self._ghosts.evicted_at(block_hash)) is not None]
@@ -161,7 +164,7 @@ class Keeper:
 
     def _remove(self, block_ids: list[int], reason: str) -> None:
         memos = self.policy.leave(block_ids)
-        roots = [self._index.root_of(block_id) for block_id in block_ids]
+        roots = self._index.roots_of(block_ids)
         self.uses.evict(block_ids)
         hashes = self._index.remove(block_ids)
         self._ghosts.put(hashes, memos, self.now)

@@ -251,6 +251,8 @@ class KVManager:
                 return False
             self._copies.plan(shared, request.num_computed_tokens)
             record.shares_tail = False
+        elif missing <= 0:
+            return True
         if missing > 0 and not self._allocator.grow(tables, missing):
             return False
         # Blocks that keep nothing are reused first, so no more have ever been written than were in use at once.
@@ -340,7 +342,7 @@ class KVManager:
         self._trails.close(record.trail, computed=request.num_computed_tokens > 0)
         del self._records[request.request_id]
         if request.num_computed_tokens:
-            self.keeper.remember(record.root, request.prompt_token_ids, request.output_token_ids, record.hashes)
+            self.keeper.remember(record.root, record.all_tokens(request), request.num_prompt_tokens, record.hashes)
         return freed
 
     # Helpers

@@ -22,6 +22,8 @@ class Record:
     tables: tuple[array[int], ...]
     hashes: list[BlockHash] = field(default_factory=list)
     hasher: Hasher = field(init=False)
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    """Of the blocks in `hashes`."""
     num_found: int = 0
     """Leading blocks that the request's last hit covered."""
     num_committed: int = 0
@@ -36,7 +38,14 @@ class Record:
         """Know the names of the first `num_blocks` blocks at least."""
         start = len(self.hashes)
         if num_blocks > start:
-            extend_hashes(self.hashes, self.hasher, request.token_ids(start * block_size, num_blocks * block_size), block_size)
+            tokens = array("I", request.token_ids(start * block_size, num_blocks * block_size))
+            self.tokens.extend(tokens)
+            extend_hashes(self.hashes, self.hasher, tokens, block_size)
+
+    def all_tokens(self, request: Request) -> array[int]:
+        """Of a request that has ended."""
+        self.tokens.extend(array("I", request.token_ids(len(self.tokens), request.num_tokens)))
+        return self.tokens
 
 
 def no_match(num_groups: int) -> PrefixMatch:

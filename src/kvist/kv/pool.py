@@ -15,6 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 from kvist.kv.eviction import EvictionPolicy, Lru
 
 
+class RefCounts:
+    """At one moment, by block id."""
+
+    def __init__(self, states: list[int]) -> None:
+        self._states = states
+
+    def __getitem__(self, block_id: int) -> int:
+        return self._states[block_id] >> 1
+
+
 class BlockPool:
     """Block ids 0 .. num_blocks - 1."""
 
@@ -25,8 +35,8 @@ class BlockPool:
         self.num_evictions = 0
         self._on_evict = on_evict
         self._policy: EvictionPolicy = policy or Lru(num_blocks)
-        self._ref_count = array("i", bytes(4 * num_blocks))
-        self._cached = bytearray(num_blocks)
+        self._states = [0] * num_blocks
+        """Of each block twice its reference count, and 1 more if its content can be found."""
         self._empty = array("i", range(num_blocks - 1, -1, -1))
         """Reused from the end."""
 
@@ -35,14 +45,14 @@ class BlockPool:
         return len(self._empty) + self.num_cached
 
     def ref_count(self, block_id: int) -> int:
-        return self._ref_count[block_id]
+        return self._states[block_id] >> 1
 
-    def ref_counts(self) -> array[int]:
-        """A copy, by block id."""
-        return self._ref_count[:]
+    def ref_counts(self) -> RefCounts:
+        """Of all blocks; costs the copying of a list."""
+        return RefCounts(self._states.copy())
 
     def is_cached(self, block_id: int) -> bool:
-        return bool(self._cached[block_id])
+        return self._states[block_id] & 1 == 1
 
     def free_queue(self) -> list[int]:
         """The free blocks in the order of their reuse (for tests and explanations; O(free blocks))."""
@@ -52,7 +62,7 @@ class BlockPool:
         """`count` free blocks, each now held once; cached ones among them are evicted. None when there are fewer."""
         if count > self.num_free:
             return None
-        empty, refs = self._empty, self._ref_count
+        empty, states = self._empty, self._states
         start = max(0, len(empty) - count)
         taken = empty[start:].tolist()
         taken.reverse()
@@ -61,69 +71,65 @@ class BlockPool:
             evicted = self._policy.pop(count - len(taken))
             self.num_cached -= len(evicted)
             self.num_evictions += len(evicted)
-            cached = self._cached
-            for block_id in evicted:
-                cached[block_id] = 0
             self._on_evict(evicted)
             taken += evicted
         for block_id in taken:
-            refs[block_id] = 1
+            states[block_id] = 2
         return taken
 
-    def share(self, block_ids: Iterable[int]) -> None:
+    def share(self, block_ids: Sequence[int]) -> None:
         """Hold each block once more. Free blocks must be cached ones: others have no content to share."""
-        refs, cached = self._ref_count, self._cached
-        held, free = [], []
+        states, free = self._states, []
         for block_id in block_ids:
-            if refs[block_id] == 0:
-                assert cached[block_id], f"block {block_id} is free and holds nothing"
+            state = states[block_id]
+            if state < 2:
+                assert state, f"block {block_id} is free and holds nothing"
                 free.append(block_id)
-            refs[block_id] += 1
-            held.append(block_id)
+            states[block_id] = state + 2
         self.num_cached -= len(free)
         self._policy.unlink(free)
-        self._policy.hit(held)
+        self._policy.hit(block_ids)
 
     def release(self, block_ids: Iterable[int]) -> int:
         """Hold each block once less; of the cached blocks, the first given is the first reused. Returns how many became free."""
-        refs, cached, empty = self._ref_count, self._cached, self._empty
-        let_go = []
+        states, empty, let_go = self._states, self._empty, []
         num_empty = len(empty)
         for block_id in block_ids:
-            left = refs[block_id] - 1
-            assert left >= 0, f"block {block_id} is released more often than held"
-            refs[block_id] = left
-            if left:
-                continue
-            if cached[block_id]:
+            left = states[block_id] - 2
+            if left == 1:
                 let_go.append(block_id)
-            else:
+            elif left < 1:
+                assert left == 0, f"block {block_id} is released more often than held"
                 empty.append(block_id)
+            states[block_id] = left
         self._policy.push(let_go)
         self.num_cached += len(let_go)
         return len(let_go) + len(empty) - num_empty
 
     def mark_cached(self, block_ids: Iterable[int]) -> None:
         """The content of these held blocks can be found from now on."""
+        states = self._states
         for block_id in block_ids:
-            assert self._ref_count[block_id] > 0, f"block {block_id} is held by nobody, so nobody computed it"
-            self._cached[block_id] = 1
+            state = states[block_id]
+            assert state > 1, f"block {block_id} is held by nobody, so nobody computed it"
+            states[block_id] = state | 1
 
     def set_priority(self, block_id: int, priority: int) -> None:
         """Of a cached block, held or free."""
-        assert self._cached[block_id], f"block {block_id} holds nothing to keep"
-        self._policy.set_priority(block_id, priority, linked=self._ref_count[block_id] == 0)
+        state = self._states[block_id]
+        assert state & 1, f"block {block_id} holds nothing to keep"
+        self._policy.set_priority(block_id, priority, linked=state == 1)
 
     def free_cached(self) -> list[int]:
         """Cached blocks that nobody holds, by id; O(num_blocks)."""
-        refs = self._ref_count
-        return [block_id for block_id, cached in enumerate(self._cached) if cached and not refs[block_id]]
+        return [block_id for block_id, state in enumerate(self._states) if state == 1]
 
     def drop(self, block_ids: Sequence[int]) -> None:
         """What these free cached blocks hold is of no use any more."""
         self._policy.drop(block_ids)
         for block_id in block_ids:
-            self._cached[block_id] = 0
+            assert self._states[block_id] == 1
+            self._states[block_id] = 0
         self.num_cached -= len(block_ids)
         self._empty.extend(block_ids)
 
@@ -131,8 +137,8 @@ class BlockPool:
         """Walk everything; O(num_blocks)."""
         order = self.free_queue()
         assert len(order) == self.num_free == len(set(order))
-        assert all(self._ref_count[block_id] == 0 for block_id in order)
-        assert self.num_free == self._ref_count.count(0)
-        assert min(self._ref_count) >= 0
-        assert self.num_cached == sum(self._cached[block_id] for block_id in order)
-        assert not any(self._cached[block_id] for block_id in self._empty)
+        assert all(self._states[block_id] < 2 for block_id in order)
+        assert self.num_free == sum(state < 2 for state in self._states)
+        assert min(self._states) >= 0
+        assert self.num_cached == sum(self._states[block_id] for block_id in order)
+        assert not any(self._states[block_id] for block_id in self._empty)

@@ -98,33 +98,35 @@ class PrefixIndex:
     ) -> list[int]:
         """Enter computed blocks that follow each other behind `parent`; returns which of them are new: those whose name no other
         block has already."""
-        table, hash_of, group_of, parent_of, root_of = (
-            self._tables[group],
-            self._hash_of,
-            self._group_of,
-            self._parent_of,
-            self._root_of,
-        )
-        new = []
-        for item, (block_hash, block_id) in enumerate(zip(block_hashes, block_ids, strict=True)):
+        name, hash_of, parent_of, root_of = self._tables[group].setdefault, self._hash_of, self._parent_of, self._root_of
+        known = []
+        for block_hash, block_id in zip(block_hashes, block_ids, strict=True):
             assert hash_of[block_id] is None, f"block {block_id} is indexed already"
-            if table.setdefault(block_hash, block_id) == block_id:
+            if name(block_hash, block_id) is block_id:
                 hash_of[block_id] = block_hash
-                group_of[block_id] = group
                 parent_of[block_id] = parent
                 root_of[block_id] = root
-                new.append(item)
+            else:
+                known.append(block_id)
             parent = block_hash
-        return new
+        if len(self._tables) > 1:
+            for block_id in block_ids:
+                self._group_of[block_id] = group
+        return [item for item, block_id in enumerate(block_ids) if block_id not in known] if known else list(range(len(block_ids)))
+
+    def roots_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
+        """Of indexed blocks."""
+        root_of = self._root_of
+        return [root for block_id in block_ids if (root := root_of[block_id]) is not None]
 
     def remove(self, block_ids: Iterable[int]) -> list[BlockHash]:
         """Forget blocks that are about to be reused. Returns what their contents were called."""
-        tables, hash_of, group_of = self._tables, self._hash_of, self._group_of
-        removed = []
+        hash_of, parent_of, root_of = self._hash_of, self._parent_of, self._root_of
+        tables, group_of, removed = self._tables, self._group_of, []
         for block_id in block_ids:
             block_hash = hash_of[block_id]
             assert block_hash is not None, f"block {block_id} is not indexed"
-            hash_of[block_id] = self._parent_of[block_id] = self._root_of[block_id] = None
+            hash_of[block_id] = parent_of[block_id] = root_of[block_id] = None
             del tables[group_of[block_id]][block_hash]
             removed.append(block_hash)
         return removed

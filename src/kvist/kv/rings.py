@@ -45,17 +45,30 @@ class Rings:
         self.next[ring] = self.prev[ring] = ring
         self._unused.append(ring)
 
-    def append(self, ring: int, block_id: int) -> None:
+    def extend(self, ring: int, block_ids: Iterable[int]) -> None:
+        """Put blocks behind all of the ring's."""
         following, previous = self.next, self.prev
         last = previous[ring]
-        previous[block_id] = last
-        following[block_id] = ring
-        following[last] = previous[ring] = block_id
+        for block_id in block_ids:
+            previous[block_id] = last
+            following[last] = block_id
+            last = block_id
+        previous[ring] = last
+        following[last] = ring
 
     def unlink(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out of their rings. Those that follow each other as they stand there, in the opposite order, as the blocks of
+        a prefix do, go as one piece."""
         following, previous = self.next, self.prev
+        before = after = -1
         for block_id in block_ids:
-            before, after = previous[block_id], following[block_id]
+            if block_id != before:
+                if after >= 0:
+                    following[before] = after
+                    previous[after] = before
+                after = following[block_id]
+            before = previous[block_id]
+        if after >= 0:
             following[before] = after
             previous[after] = before
 
