@@ -26,7 +26,7 @@ from kvist.kv.copies import Copies
 from kvist.kv.keeper import Keeper
 from kvist.kv.lookup import Lookup
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
-from kvist.kv.names import Record, no_match
+from kvist.kv.names import Record, empty_tables, no_match
 from kvist.kv.pins import Pins
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.restores import Restores
@@ -207,7 +207,7 @@ class KVManager:
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         if request.kv and not self.enable_prefix_caching:
             raise InvalidRequestError("kv asks to keep a prefix, and this server keeps none (prefix caching is off).", param="kv")
-        record = _Record(self._root(request.cache_salt), self._empty_tables(), let_go=[0] * self._num_groups)
+        record = _Record(self._root(request.cache_salt), empty_tables(len(self._windows)), let_go=[0] * self._num_groups)
         if request.kv and request.kv.pin:
             record.hash_up_to(request, request.num_prompt_tokens // self._block_size, self._block_size)
         self.pins.add(request, tuple(record.hashes))
@@ -329,7 +329,7 @@ class KVManager:
         freed = self._copies.withdraw(record.tables)
         freed += self._give_back(record, [len(record.tables[0])] * self._num_groups)
         # New tables, not cleared ones: the step that is under way may still read the old ones.
-        record.tables = self._empty_tables()
+        record.tables = empty_tables(len(self._windows))
         record.let_go = [0] * self._num_groups
         record.num_committed, record.shares_tail = 0, False
         return freed
@@ -339,10 +339,11 @@ class KVManager:
         record = self._records[request.request_id]
         freed = self.release(request)
         self.pins.forget(request.request_id)
-        self._trails.close(record.trail, computed=request.num_computed_tokens > 0)
         del self._records[request.request_id]
-        if request.num_computed_tokens:
-            self.keeper.remember(record.root, record.all_tokens(request), request.num_prompt_tokens, record.hashes)
+        tokens = record.all_tokens(request) if request.num_computed_tokens else None
+        self._trails.close(record.trail, tokens)
+        if tokens is not None:
+            self.keeper.remember(record.root, tokens, request.num_prompt_tokens, record.hashes)
         return freed
 
     # Helpers
@@ -362,9 +363,6 @@ class KVManager:
         if len(new) < len(block_hashes):
             block_hashes, block_ids = [block_hashes[item] for item in new], [block_ids[item] for item in new]
         self.keeper.enter(root, block_hashes, block_ids)
-
-    def _empty_tables(self) -> tuple[array[int], ...]:
-        return tuple(array("i") for _ in self._windows)
 
     def _give_back(self, record: _Record, ends: Sequence[int]) -> int:
         """Let go of the entries [let_go[g], ends[g]) of each group g, last block first and the groups side by side: what is reused

@@ -50,3 +50,7 @@ class Record:
 
 def no_match(num_groups: int) -> PrefixMatch:
     return PrefixMatch(0, tuple(array("i") for _ in range(num_groups)), (0,) * num_groups)
+
+
+def empty_tables(num_groups: int) -> tuple[array[int], ...]:
+    return tuple(array("i") for _ in range(num_groups))

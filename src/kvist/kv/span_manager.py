@@ -18,7 +18,7 @@ from kvist.errors import InvalidRequestError
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.lookup import Lookup
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, require_a_token
-from kvist.kv.names import Record, no_match
+from kvist.kv.names import Record, empty_tables, no_match
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spans import Span, SpanAllocator
 from kvist.kv.spec import KVSpec, first_block
@@ -158,7 +158,7 @@ class SpanManager:
             raise InvalidRequestError("kv asks to keep a prefix, which needs --kv-allocator paged.", param="kv")
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         root = root_hash(self._key, self.spec.kv_format, self._block_size, request.cache_salt)
-        record = self._records[request.request_id] = _Record(root, self._empty_tables())
+        record = self._records[request.request_id] = _Record(root, empty_tables(len(self._windows)))
         record.trail = self._trails.open(root, record.hashes, request)
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
@@ -223,14 +223,15 @@ class SpanManager:
             first, last = self._named(record, record.span)
             self._forget(record.span, keep=(first, last))
             self._spans.close(record.span, first, last)
-        record.tables = self._empty_tables()
+        record.tables = empty_tables(len(self._windows))
         record.span = None
         record.num_committed = 0
         return self._spans.num_free - before
 
     def free(self, request: Request) -> int:
         freed = self.release(request)
-        self._trails.close(self._records.pop(request.request_id).trail, computed=request.num_computed_tokens > 0)
+        record = self._records.pop(request.request_id)
+        self._trails.close(record.trail, record.all_tokens(request) if request.num_computed_tokens else None)
         return freed
 
     def take_plan(self) -> MemoryPlan:
@@ -246,9 +247,6 @@ class SpanManager:
         self._forget(span, keep=(0, 0))
 
     # Helpers
-
-    def _empty_tables(self) -> tuple[array[int], ...]:
-        return tuple(array("i") for _ in self._windows)
 
     def _sources(self, match: PrefixMatch) -> tuple[int, ...]:
         """The blocks that a hit is copied from."""

@@ -3,8 +3,8 @@
 The keys and values of a token depend on itself and those before it, so the first m tokens of a cached block serve every prompt that
 has the same m tokens there, by copy. Each sequence leaves its mark at the blocks it computed and at the one before them, the latest
 over earlier ones; who has been matched up to a block looks at the one sequence that is marked there. That costs a request a handful
-of comparisons, and a block one store. Tokens are not stored again: a mark leads to a request's own lists, which are kept while it
-lives and for the latest that have ended (within the bounds of `kv/history.py`).
+of comparisons, and a block one store. Tokens are not stored again: a mark leads to a request's own lists while it lives, and
+to the packed tokens of the latest that have ended, which `kv/history.py` keeps too, within its bounds.
 
 Marks are hints. A mark may be old, and its block reused: what it leads to counts only if its names up to there are the asker's, so
 nothing is ever shared between roots (salts, models, formats). This module knows neither reference counts nor eviction. Invariants:
@@ -26,16 +26,17 @@ from kvist.request import Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trail:
-    """The lists are the request's and the manager's own, and grow with them."""
+    """The lists are the request's and the manager's own, and grow with them; of a sequence that has ended, `prompt` is all of it,
+    packed."""
 
     root: BlockHash
     hashes: list[BlockHash]
-    prompt: list[int]
-    output: list[int]
+    prompt: Sequence[int]
+    output: Sequence[int]
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         split = len(self.prompt)
-        return self.prompt[start:stop] + self.output[max(0, start - split) : max(0, stop - split)]
+        return [*self.prompt[start:stop], *self.output[max(0, start - split) : max(0, stop - split)]]
 
     @property
     def num_tokens(self) -> int:
@@ -82,11 +83,12 @@ class Trails:
         for block_id in block_ids:
             mark[block_id] = number
 
-    def close(self, number: int, *, computed: bool) -> None:
-        """A sequence has ended; nobody changes its lists any more. It is remembered if it has `computed` anything."""
-        if not computed:
+    def close(self, number: int, token_ids: array[int] | None) -> None:
+        """A sequence has ended with these tokens, which nobody changes any more. None: it computed nothing, and is forgotten."""
+        if token_ids is None:
             self._forget(number)
             return
+        self._trails[number] = replace(self._trails[number], prompt=token_ids, output=())
         self._ended.append(number)
         self._num_ended_tokens += self._trails[number].num_tokens
         while len(self._ended) > MAX_PROMPTS or (self._num_ended_tokens > self._max_tokens and len(self._ended) > 1):
