@@ -111,7 +111,7 @@ void add_values(const float (*weights)[kSpan], const Tile* tiles, int dim, int f
 
 // Softmax of one vector over the visible keys [from, to) of a span: scores become weights, the state is rescaled.
 template <class Kv>
-void soften(float* scores, int from, int to, int dim, const State& state) {
+inline void soften(float* scores, int from, int to, int dim, const State& state) {
   std::fill(scores, scores + from, kNothing);
   std::fill(scores + to, scores + kSpan, kNothing);
   F s[kSpan / 16];
