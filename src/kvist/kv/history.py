@@ -10,7 +10,6 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvist.kv.block import BlockHash
@@ -86,8 +85,7 @@ class EventLog:
         return [self._events[place] for place in range(start, min(len(self._events), start + limit))]
 
 
-@dataclass(frozen=True, slots=True)
-class SeenPrompt:
+class SeenPrompt(NamedTuple):
     """A request that ended. Nobody changes the arrays any more."""
 
     root: BlockHash

@@ -16,7 +16,8 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvist.kv.block import BlockHash
 from kvist.kv.history import MAX_PROMPTS, max_prompt_tokens
@@ -24,8 +25,7 @@ from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.request import Request
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Trail:
+class _Trail(NamedTuple):
     """The lists are the request's and the manager's own, and grow with them; of a sequence that has ended, `prompt` is all of it,
     packed."""
 
@@ -88,7 +88,7 @@ class Trails:
         if token_ids is None:
             self._forget(number)
             return
-        self._trails[number] = replace(self._trails[number], prompt=token_ids, output=())
+        self._trails[number] = self._trails[number]._replace(prompt=token_ids, output=())
         self._ended.append(number)
         self._num_ended_tokens += self._trails[number].num_tokens
         while len(self._ended) > MAX_PROMPTS or (self._num_ended_tokens > self._max_tokens and len(self._ended) > 1):
