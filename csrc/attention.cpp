@@ -86,6 +86,8 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
   const auto out_of = [&](const Item& item, int v) { return (static_cast<size_t>(item.row + v / ratio) * layer.heads + item.kv_head * ratio + v % ratio); };
   const auto last_key = [&](const Item& item) { return batch.positions[item.row + item.rows - 1]; };
 
+  // A thread goes on with its neighbour; where there are few items, with one that the others have left.
+  const size_t threads = static_cast<size_t>(pool.num_threads()), next = items.size() < 4 * threads ? threads : 1;
   // Enough items to share: each walks its own partitions. Otherwise partitions are items of their own, merged afterwards.
   int partitions = 1;
   for (const Item& item : items) partitions = std::max(partitions, last_key(item) / kPartition + 1);
@@ -94,7 +96,7 @@ void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch&
       const Item& item = items[static_cast<size_t>(i)];
       const Scratch scratch = scratch_of(thread);
       const QueryBlock block = scale_queries<Kv>(layer, batch, table, item, qkv, scratch);
-      const QueryBlock after = block_of(layer, batch, table, items[std::min(static_cast<size_t>(i) + 1, items.size() - 1)], scratch);
+      const QueryBlock after = block_of(layer, batch, table, items[std::min(static_cast<size_t>(i) + next, items.size() - 1)], scratch);
       scratch.total.clear(block.vectors());
       for (int p = block.first_key() / kPartition; p <= block.last_key() / kPartition; ++p) {
         attend_partition<Kv>(block, p, &after, scratch.part);
