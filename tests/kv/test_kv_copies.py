@@ -74,6 +74,23 @@ def test_the_beginning_of_a_block_is_copied_into_a_block_of_its_own() -> None:
     assert manager.match(find(manager, "probe", [*range(6), 99, 98, 97])[0]).num_tokens == 8
 
 
+def test_a_copy_into_block_0_survives_the_preemption_of_a_request_that_has_let_blocks_go() -> None:
+    """Tables hold 0 where a window has gone by."""
+    manager = make_manager(4, num_blocks=4, enable_prefix_caching=False)
+    gone, victim = run(manager, "gone", range(3)), run(manager, "victim", FIRST)
+    source = run(manager, "source", range(6))
+    assert (table(manager, gone), table(manager, victim), table(manager, source)) == ([0], [0, 0, 3], [1, 2])
+    manager.free(gone)
+    fork = find(manager, "fork", range(6))[0]
+    manager.fork(source, fork)
+    fork.num_computed_tokens = 6
+    assert manager.allocate(fork, 1)
+    assert table(manager, fork) == [1, 0]
+    manager.release(victim)
+    manager.check_invariants()
+    assert manager.take_plan().copies == ((2, 0),)
+
+
 def test_who_went_that_way_last_is_copied_from() -> None:
     manager = make_manager(num_blocks=16)
     for number, tail in enumerate(([5, 6, 7, 7], [5, 8, 8, 8])):

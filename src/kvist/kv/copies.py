@@ -39,8 +39,8 @@ class Copies:
             table[position // self._block_size] = block_id
 
     def withdraw(self, tables: Sequence[array[int]]) -> int:
-        """The holder of these tables gives its blocks up: nobody will read what was to be copied into them. Returns how many
-        sources became free."""
+        """The holder of these tables gives its blocks up: nobody will read what was to be copied into them. The tables come without
+        what was let go, whose zeros would name the block 0 of another. Returns how many sources became free."""
         if not self._planned:
             return 0
         block_ids = {block_id for table in tables for block_id in table}

@@ -326,7 +326,7 @@ class KVManager:
         record = self._records[request.request_id]
         if record.num_committed:
             self.keeper.left(record.hashes, record.num_found, record.num_committed)
-        freed = self._copies.withdraw(record.tables)
+        freed = self._copies.withdraw([table[first:] for table, first in zip(record.tables, record.let_go, strict=True)])
         freed += self._give_back(record, [len(record.tables[0])] * self._num_groups)
         # New tables, not cleared ones: the step that is under way may still read the old ones.
         record.tables = empty_tables(len(self._windows))
