@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvist.kv.hints import KVHints
 from kvist.kv.kinds import Sizes, make_kv_memory
 from kvist.kv.manager import KVManager
 from kvist.kv.memory import MemoryPlan
@@ -37,9 +38,12 @@ def make_request(
     prompt_logprobs: int | None = None,
     priority: int = 0,
     wants_events: bool = False,
+    kv: KVHints | None = None,
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    return Request(request_id, list(prompt), params, max_tokens, cache_salt=salt, priority=priority, wants_events=wants_events)
+    return Request(
+        request_id, list(prompt), params, max_tokens, cache_salt=salt, priority=priority, wants_events=wants_events, kv=kv
+    )
 
 
 class Arena:

@@ -10,6 +10,7 @@ from hypothesis import settings
 from test_sched_machine import SchedulerMachine, alone
 
 from helpers.deciders_tier import TieredSim
+from kvist.kv.hints import KVHints
 from kvist.request import Request
 
 
@@ -73,6 +74,27 @@ def test_a_slow_disk_is_waited_for_as_long_as_computing_takes() -> None:
     assert new.num_filled == 7, "the plan goes on, and its blocks are given back"
     assert new.manager.num_free_blocks == 40
     new.scheduler.check_invariants()
+
+
+def test_restores_that_hold_all_free_blocks_are_waited_for_even_alone() -> None:
+    """The first in the queue has given up its own late plan, finds a pinned block, and has not one block to go on with."""
+    sim = TieredSim(num_blocks=24, block_size=4)
+    sim.generate("one", range(30), 1)
+    sim.generate("two", range(50, 80), 1)
+    new = TieredSim(num_blocks=12, block_size=4)
+    new.disk = dict(sim.disk)
+    new.tier.stored(new.disk)
+    new.generate("pin", range(5), 1, kv=KVHints(pin=True))
+    new.set_rates(10**9, 7)
+    new.latency = 10**6
+    late, other = new.add("late", range(30), 2), new.add("other", range(50, 71), 2)
+    for _ in range(8):
+        assert new.step().empty
+        new.scheduler.check_invariants()
+    assert (new.manager.num_pinned_blocks, new.manager.num_free_blocks) == (1, 0)
+    new.deliver(everything=True)
+    new.run()
+    assert (late.num_cached_tokens, other.num_cached_tokens) == (28, 16), "the last block of one went to the other"
 
 
 def test_computing_is_chosen_where_it_is_cheaper() -> None:

@@ -326,12 +326,13 @@ class Scheduler:
         self._run(job)
 
     def _admissible(self, job: Job, match: PrefixMatch) -> PrefixMatch | None:
-        """As much of a hit as there is room for: what is copied from, and must stay until then, may be in the way."""
+        """As much of a hit as there is room for: what is copied from, and must stay until then, may be in the way. Even one that
+        would run alone may have to wait, for restores of others that hold what is free."""
         growth, alone = self._growth(job), not self._running
-        for fewer in (match, match.whole()) if match.num_copied else (match,):
-            if self._manager.has_room(job.request, fewer, alone=alone, growth=growth):
-                return fewer
-        return self._manager.no_match() if alone and match.num_tokens else None
+        hits = [match, match.whole()] if match.num_copied else [match]
+        if alone and match.num_tokens:
+            hits.append(self._manager.no_match())
+        return next((hit for hit in hits if self._manager.has_room(job.request, hit, alone=alone, growth=growth)), None)
 
     def _look_ahead(self, jobs: Sequence[Job], step: Step) -> None:
         """Have blocks brought back for waiting requests; after admission, so that this evicts nothing that those just found."""
