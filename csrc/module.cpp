@@ -11,6 +11,7 @@
 #include "cpu_features.h"
 #include "machine.h"
 #include "module_program.h"
+#include "module_sampling.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -60,37 +61,6 @@ void add_segment(Linear& linear, const std::string& format, int n, int k, AnyByt
   linear.segments.push_back(s);
 }
 
-// Null, or an array's first element; `count` is its length.
-template <class T>
-const T* optional_array(const std::optional<Array<const T, 1>>& array, long& count) {
-  count = array ? static_cast<long>(array->shape(0)) : 0;
-  return array ? array->data() : nullptr;
-}
-
-void add_adjustment(SampleBatch& batch, int row, std::optional<Array<const uint32_t, 1>> mask, std::optional<Array<const int32_t, 1>> bias_ids,
-                    std::optional<Array<const double, 1>> bias, std::optional<Array<const int32_t, 1>> seen,
-                    std::optional<Array<const int32_t, 1>> counts, double repetition, double frequency, double presence) {
-  require(row >= 0 && row < batch.count, "adjust: no such row");
-  Adjustment a;
-  long biases = 0, num_counts = 0;
-  a.mask = optional_array(mask, a.mask_words);
-  a.bias_ids = optional_array(bias_ids, a.num_biased);
-  a.bias = optional_array(bias, biases);
-  a.seen = optional_array(seen, a.num_seen);
-  a.counts = optional_array(counts, num_counts);
-  require(biases == a.num_biased && num_counts == a.num_seen, "adjust: ids and values differ in length");
-  a.repetition = repetition;
-  a.frequency = frequency;
-  a.presence = presence;
-  batch.adjustment_of[static_cast<size_t>(row)] = static_cast<int>(batch.adjustments.size());
-  batch.adjustments.push_back(a);
-}
-
-void check_ids(const Array<const int32_t, 1>& ids, size_t count, size_t limit, const char* what) {
-  require(ids.shape(0) == count, what);
-  for (size_t i = 0; i < count; ++i) require(ids(i) >= 0 && static_cast<size_t>(ids(i)) < limit, what);
-}
-
 void check_rows(size_t rows, size_t width, size_t expected, const char* what) { require(rows < (1u << 30) && width == expected, what); }
 
 }  // namespace
@@ -138,17 +108,6 @@ NB_MODULE(KVIST_MODULE, m) {
         require(slots.shape(0) == static_cast<size_t>(self.batch.rows), "slot mapping does not match the rows");
         self.groups.push_back({block_table.data(), slots.data(), static_cast<long>(block_table.shape(1))});
       });
-
-  nb::class_<SampleBatch>(m, "SampleBatch")
-      .def("__init__",
-           [](SampleBatch* self, Array<const uint8_t, 2> rows) {
-             require(rows.shape(1) == sizeof(SampleRow) && reinterpret_cast<uintptr_t>(rows.data()) % alignof(SampleRow) == 0, "rows");
-             const int count = static_cast<int>(rows.shape(0));
-             new (self) SampleBatch{reinterpret_cast<const SampleRow*>(rows.data()), count, std::vector<int>(rows.shape(0), -1), {}};
-           }, "rows"_a.noconvert())
-      // Converted arrays would be gone after the call, and with them what the batch points to.
-      .def("adjust", &add_adjustment, "row"_a, "mask"_a.noconvert().none(), "bias_ids"_a.noconvert().none(), "bias"_a.noconvert().none(),
-           "seen"_a.noconvert().none(), "counts"_a.noconvert().none(), "repetition"_a, "frequency"_a, "presence"_a);
 
   nb::class_<Machine>(m, "Machine")
       .def(nb::init<int, const std::vector<int>&>(), "num_threads"_a, "cpus"_a = std::vector<int>())
@@ -203,31 +162,8 @@ NB_MODULE(KVIST_MODULE, m) {
              require(out.shape(0) == qkv.shape(0) && out.shape(1) == static_cast<size_t>(layer.heads) * layer.dim, "attend: out");
              require(qkv.shape(0) == static_cast<size_t>(step.batch.rows) && layer.group < static_cast<int>(step.groups.size()), "attend: batch");
              self.attend(step, layer, qkv.data(), out.data());
-           }, Release())
-      .def("sample",
-           [](Machine& self, Array<const float, 2> logits, const SampleBatch& batch, Array<int32_t, 1> token_ids, Array<int32_t, 1> outcomes) {
-             const size_t rows = static_cast<size_t>(batch.count);
-             require(logits.shape(1) > 0 && logits.shape(1) <= static_cast<size_t>(kMaxVocabulary), "sample: vocabulary");
-             require(logits.shape(0) == rows && token_ids.shape(0) == rows && outcomes.shape(0) == rows, "sample: rows do not match");
-             require(batch.fits(static_cast<int>(logits.shape(1))), "sample: a mask or an id does not fit the vocabulary");
-             self.sample(logits.data(), static_cast<int>(logits.shape(1)), batch, token_ids.data(), outcomes.data());
-           }, Release())
-      .def("score",
-           [](Machine& self, Array<const float, 2> logits, Array<const int32_t, 1> rows, Array<const int32_t, 1> token_ids,
-              Array<const int32_t, 1> tops, Array<float, 1> values, Array<float, 1> peaks, Array<uint64_t, 1> totals, Array<int32_t, 1> ranks,
-              Array<int32_t, 2> top_ids, Array<float, 2> top_logits) {
-             const size_t count = rows.shape(0), width = top_ids.shape(1);
-             require(logits.shape(1) > 0 && logits.shape(1) <= static_cast<size_t>(kMaxVocabulary), "score: vocabulary");
-             check_ids(rows, count, logits.shape(0), "score: rows");
-             check_ids(token_ids, count, logits.shape(1), "score: token ids");
-             check_ids(tops, count, width + 1, "score: tops");
-             require(values.shape(0) == count && peaks.shape(0) == count && totals.shape(0) == count && ranks.shape(0) == count &&
-                         top_ids.shape(0) == count && top_logits.shape(0) == count && top_logits.shape(1) == width,
-                     "score: results do not match");
-             self.score(logits.data(), static_cast<int>(logits.shape(1)),
-                        {rows.data(), token_ids.data(), tops.data(), static_cast<int>(count), static_cast<int>(width)},
-                        {values.data(), peaks.data(), totals.data(), ranks.data(), top_ids.data(), top_logits.data()});
            }, Release());
 
   define_program(m);
+  define_sampling(m);
 }

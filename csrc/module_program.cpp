@@ -22,6 +22,7 @@ struct BoundProgram {
 
   Program program;
   Pass pass;
+  int64_t* times = nullptr;  // of each call, in nanoseconds
 };
 
 void begin(BoundProgram& self, Array<const int32_t, 1> token_ids, Array<const int32_t, 1> positions, Array<const int32_t, 1> query_start,
@@ -71,10 +72,15 @@ void define_program(nb::module_& m) {
       .def("begin", &begin, "token_ids"_a, "positions"_a, "query_start"_a, "taken"_a)
       .def("add_group", &add_group, "block_table"_a, "slots"_a)
       .def("run", [](BoundProgram& self) { self.program.run(self.pass); }, Release())
+      .def("bind_times",
+           [](BoundProgram& self, Array<int64_t, 1> times) {
+             if (times.shape(0) != self.program.size()) throw nb::value_error("program: one time a call");
+             self.times = times.data();
+           })
       .def("run_timed",
-           [](BoundProgram& self, Array<int64_t, 1> nanoseconds) {
-             if (nanoseconds.shape(0) != self.program.size()) throw nb::value_error("program: one time a call");
-             self.program.run_timed(self.pass, nanoseconds.data());
+           [](BoundProgram& self) {
+             if (!self.times) throw nb::value_error("program: no place for times");
+             self.program.run_timed(self.pass, self.times);
            }, Release());
 }
 

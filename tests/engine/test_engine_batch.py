@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import replace
 
 import numpy as np
 
@@ -72,7 +71,7 @@ def test_a_step_of_the_same_shape_gets_the_same_arrays_with_its_own_numbers():
         [scheduled("a", [2, 3], 16, [3, 9])],
         [scheduled("a", [2], 16, [3, 9]), scheduled("b", [2], 0, [4])],
         [scheduled("a", [2], 16 * TABLE_STEP, list(range(TABLE_STEP + 1)))],
-        [replace(scheduled("a", [2], 16, [3, 9]), samples=False)],
+        [scheduled("a", [2], 16, [3, 9])._replace(samples=False)],
     ):
         other = builder.build(changed)
         assert other is not first
@@ -91,7 +90,7 @@ def test_built_again_and_again_as_built_alone():
             blocks = -(-(start + count) // 16)
             ids = [[rng.randrange(99) for _ in range(blocks)] for _ in range(2)]
             items.append(
-                replace(scheduled(name, [rng.randrange(9) for _ in range(count)], start, *ids), samples=rng.random() < 0.8)
+                scheduled(name, [rng.randrange(9) for _ in range(count)], start, *ids)._replace(samples=rng.random() < 0.8)
             )
         one, other = builder.build(items), BatchBuilder(16, 2).build(items)
         for field in ("token_ids", "positions", "query_start_loc", "seq_lens", "logit_rows"):

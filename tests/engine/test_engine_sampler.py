@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.machines import ISAS, make_ops
 from kvist.engine import sampler
-from kvist.engine.sampler import Sampled, SamplingState, TokenCounts
+from kvist.engine.sampler import Sampled, Sampler, SamplingState, TokenCounts
 from kvist.errors import EngineError
 from kvist.kernels.reference_sampling import random_share
 from kvist.request import Request, SamplingParams, TokenLogprob
@@ -28,7 +28,7 @@ def state(params: SamplingParams, *, prompt=(0,), output=(), seed=0, choice=0, e
 def sample(rows, states: list[SamplingState]) -> list[Sampled]:
     """What all builds give alike."""
     logits = np.asarray(rows, np.float32)
-    first, *others = [sampler.sample(make_ops(isa), logits, states) for isa in ISAS]
+    first, *others = [Sampler(make_ops(isa)).sample(logits, states) for isa in ISAS]
     for other in others:
         assert other == first
     return first
@@ -274,6 +274,35 @@ def test_rows_do_not_depend_on_the_batch(seed, size):
     together = sample(rows, [state(p, seed=i, vocab=50) for i, p in enumerate(params)])
     alone = [sample(rows[i : i + 1], [state(p, seed=i, vocab=50)])[0] for i, p in enumerate(params)]
     assert together == alone
+
+
+KINDS = (
+    GREEDY,
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=0, logprobs=2),
+    SamplingParams(frequency_penalty=0.8, repetition_penalty=1.2),
+    SamplingParams(temperature=0, min_tokens=3),
+    SamplingParams(top_k=5, logit_bias={3: 4.0}),
+)
+
+
+@given(st.integers(0, 2**32), st.lists(st.sets(st.integers(0, len(KINDS) - 1), min_size=1), min_size=1, max_size=6))
+def test_what_is_kept_from_step_to_step_changes_no_draw(seed, companies):
+    """Rows come and go, outputs grow, a row fails; a sampler that has never seen them draws the same."""
+    rng = np.random.default_rng(seed)
+    states = [state(params, seed=i, vocab=50, eos=frozenset({1})) for i, params in enumerate(KINDS)]
+    kept = {isa: Sampler(make_ops(isa)) for isa in ISAS}
+    for company in companies:
+        logits = rng.normal(size=(len(company), 50)).astype(np.float32)
+        logits[rng.random(len(company)) < 0.2] = math.nan
+        for _ in range(int(rng.integers(1, 4))):
+            together = [states[i] for i in sorted(company)]
+            drawn = sample(logits, together)
+            assert all(one.sample(logits, together) == drawn for one in kept.values())
+            for one, token in zip(together, drawn, strict=True):
+                if token.error is None:
+                    one.request.output_token_ids.append(token.token_id)
+            logits = np.roll(logits, 1, axis=1)
 
 
 def test_logprobs_are_of_the_raw_distribution():

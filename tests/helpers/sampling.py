@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvist.kernels.ops import F32, Ops
-from kvist.kernels.sampling import ROW, SHARE_BITS, U32, Adjustment, SampleBatch
+from kvist.kernels.sampling import ROW, SHARE_BITS, U32, Adjustment, Drawn
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """Rows of dtype ROW, and what changes the logits of some."""
+
+    rows: npt.NDArray[Any]
+    adjustments: Mapping[int, Adjustment] = field(default_factory=dict)
 
 
 def row_of(
@@ -33,12 +43,16 @@ def batch_of(rows: list[Any], adjustments: Mapping[int, Adjustment] | None = Non
     return SampleBatch(np.array(rows, ROW), dict(adjustments or {}))
 
 
+def sample(ops: Ops, logits: F32, batch: SampleBatch) -> Drawn:
+    return ops.sample(logits, ops.bind_sampling(batch.rows), batch.adjustments)
+
+
 def draw(ops: Ops, logits: Any, row: Any, change: Adjustment | None = None) -> int:
     """One token of one row, of which some must be left."""
     batch = batch_of([row], {} if change is None else {0: change})
-    drawn = ops.sample(np.asarray(logits, np.float32)[None], batch)
-    assert drawn.outcomes.tolist() == [0]
-    return int(drawn.token_ids[0])
+    drawn = sample(ops, np.asarray(logits, np.float32)[None], batch)
+    assert drawn.outcomes == [0]
+    return drawn.token_ids[0]
 
 
 def mask_of(allowed: Any) -> U32:

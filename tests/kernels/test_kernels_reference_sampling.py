@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.machines import ISAS, make_ops
-from helpers.sampling import batch_of, draw, mask_of, row_of
+from helpers.sampling import batch_of, draw, mask_of, row_of, sample
 from kvist.kernels.reference_sampling import adjusted, numbers, random_share, scale, weigh
 from kvist.kernels.sampling import Adjustment
 
@@ -103,7 +103,7 @@ def test_frequencies_are_the_probabilities(parameters: dict[str, Any]) -> None:
     expected[[token for token, _ in kept]] = [weight for _, weight in kept]
     expected *= number / expected.sum()
     batch = batch_of([row_of(seed=1234, position=position, **parameters) for position in range(number)])
-    counts = np.bincount(FASTEST.sample(np.tile(logits, (number, 1)), batch).token_ids, minlength=60)
+    counts = np.bincount(sample(FASTEST, np.tile(logits, (number, 1)), batch).token_ids, minlength=60)
     assert counts[expected == 0].sum() == 0
     rare = (expected > 0) & (expected < 10)
     bins = [(counts[i], expected[i]) for i in np.flatnonzero(expected >= 10)]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from helpers.machines import NATIVE, make_ops, needs_native
-from helpers.sampling import batch_of, draw, mask_of, random_adjustment, random_row, random_rows, row_of
+from helpers.sampling import SampleBatch, batch_of, draw, mask_of, random_adjustment, random_row, random_rows, row_of, sample
 from kvist.kernels.ops import F32, Ops
-from kvist.kernels.sampling import Adjustment, SampleBatch, Scores
+from kvist.kernels.sampling import Adjustment, Scores
 
 pytestmark = needs_native
 TWIN = make_ops("numpy")
@@ -31,14 +31,29 @@ def random_case(seed: int, rows: int, vocabulary: int) -> tuple[F32, SampleBatch
 def test_draws_are_the_twins(native: Ops, vocabulary: int) -> None:
     logits, batch = random_case(vocabulary, 60, vocabulary)
     before = logits.copy()
-    drawn, twin = native.sample(logits, batch), TWIN.sample(logits, batch)
+    drawn, twin = sample(native, logits, batch), sample(TWIN, logits, batch)
     assert np.array_equal(logits, before, equal_nan=True)
-    assert drawn.outcomes.tolist() == twin.outcomes.tolist()
-    assert drawn.token_ids.tolist() == twin.token_ids.tolist()
+    assert drawn.outcomes == twin.outcomes
+    assert drawn.token_ids == twin.token_ids
     assert twin.outcomes[-1] == 1
-    assert vocabulary < 30 or set(twin.outcomes.tolist()) == {0, 1, 2}
-    again = native.sample(logits, batch)
-    assert again.token_ids.tolist() == drawn.token_ids.tolist()
+    assert vocabulary < 30 or set(twin.outcomes) == {0, 1, 2}
+    again = sample(native, logits, batch)
+    assert again.token_ids == drawn.token_ids
+
+
+def test_rows_that_are_bound_are_read_at_each_draw(native: Ops) -> None:
+    """Their numbers, the logits' numbers and the logits themselves may change; what changed one draw does not change the next."""
+    logits, batch = random_case(5, 30, 500)
+    sampling = native.bind_sampling(batch.rows)
+    for step in range(4):
+        batch.rows["position"] += 1
+        logits[:] = np.roll(logits, 1, axis=1)
+        changes = batch.adjustments if step % 2 else {}
+        expected = sample(TWIN, logits, SampleBatch(batch.rows, changes))
+        assert native.sample(logits, sampling, changes) == expected
+        assert native.sample(logits.copy(), sampling, changes) == expected
+    with pytest.raises(ValueError, match="rows do not match"):
+        native.sample(logits[1:], sampling, {})
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
@@ -48,7 +63,7 @@ def test_a_nucleus_of_any_size_is_the_twins(native: Ops, top_p: float, spread: f
     rng = np.random.default_rng(3)
     logits = (rng.normal(size=(6, 20001)) * spread).astype(np.float32)
     batch = batch_of([row_of(top_p=top_p, seed=seed) for seed in range(6)])
-    assert native.sample(logits, batch).token_ids.tolist() == TWIN.sample(logits, batch).token_ids.tolist()
+    assert sample(native, logits, batch).token_ids == sample(TWIN, logits, batch).token_ids
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
@@ -57,8 +72,8 @@ def test_ties_are_the_twins(native: Ops, top_k: int, top_p: float) -> None:
     logits = np.zeros((8, 4099), np.float32)
     logits[4:, ::3] = 1.0
     batch = batch_of([row_of(top_k=top_k, top_p=top_p, seed=seed) for seed in range(8)])
-    drawn = native.sample(logits, batch).token_ids.tolist()
-    assert drawn == TWIN.sample(logits, batch).token_ids.tolist()
+    drawn = sample(native, logits, batch).token_ids
+    assert drawn == sample(TWIN, logits, batch).token_ids
     assert top_k != 1 or set(drawn) == {0}
 
 
@@ -77,14 +92,14 @@ def test_scores_are_the_twins(native: Ops, vocabulary: int) -> None:
 
 def test_a_row_is_alone_in_any_company(native: Ops) -> None:
     logits, batch = random_case(11, 40, 777)
-    together = native.sample(logits, batch)
+    together = sample(native, logits, batch)
     order = np.random.default_rng(1).permutation(40)
     changes = {place: batch.adjustments[row] for place, row in enumerate(order.tolist()) if row in batch.adjustments}
-    shuffled = native.sample(logits[order], SampleBatch(batch.rows[order], changes))
-    assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
+    shuffled = sample(native, logits[order], SampleBatch(batch.rows[order], changes))
+    assert shuffled.token_ids == [together.token_ids[row] for row in order]
     for row in range(40):
         change = {0: batch.adjustments[row]} if row in batch.adjustments else {}
-        alone = native.sample(logits[row : row + 1], SampleBatch(batch.rows[row : row + 1], change))
+        alone = sample(native, logits[row : row + 1], SampleBatch(batch.rows[row : row + 1], change))
         assert alone.token_ids[0] == together.token_ids[row]
         assert alone.outcomes[0] == together.outcomes[row]
 
@@ -99,7 +114,7 @@ def test_every_bit_of_a_mask_is_its_tokens(native: Ops, vocabulary: int) -> None
 
 
 def test_no_rows_are_no_work(native: Ops) -> None:
-    assert len(native.sample(np.zeros((0, 5), np.float32), batch_of([])).token_ids) == 0
+    assert len(sample(native, np.zeros((0, 5), np.float32), batch_of([])).token_ids) == 0
     none = np.zeros(0, np.int32)
     assert len(native.score(np.zeros((0, 5), np.float32), none, none, none).totals) == 0
 
@@ -120,7 +135,7 @@ WORDS, IDS = np.zeros(1, np.uint32), np.array([33], np.int32)
 )
 def test_what_does_not_fit_the_vocabulary_is_refused(native: Ops, change: Adjustment) -> None:
     with pytest.raises(ValueError, match=r"adjust|sample"):
-        native.sample(np.zeros((1, 33), np.float32), batch_of([row_of()], {0: change}))
+        sample(native, np.zeros((1, 33), np.float32), batch_of([row_of()], {0: change}))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +150,7 @@ def test_what_does_not_fit_the_vocabulary_is_refused(native: Ops, change: Adjust
 def test_arrays_cross_as_they_are_or_not_at_all(native: Ops, change: Adjustment) -> None:
     """A converted copy would be gone before it is read."""
     with pytest.raises(TypeError):
-        native.sample(np.zeros((1, 33), np.float32), batch_of([row_of()], {0: change}))
+        sample(native, np.zeros((1, 33), np.float32), batch_of([row_of()], {0: change}))
 
 
 def test_scores_outside_the_logits_are_refused(native: Ops) -> None:

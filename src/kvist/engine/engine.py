@@ -27,7 +27,7 @@ from kvist.engine.kv_view import KVView
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits, Runner
-from kvist.engine.sampler import Sampled, SamplingState, failure, sample, score
+from kvist.engine.sampler import Sampled, Sampler, SamplingState, failure, score
 from kvist.engine.snapshot import Counters, EngineSnapshot
 from kvist.errors import InvalidRequestError
 from kvist.kernels.ops import F32, ForwardBatch
@@ -82,6 +82,7 @@ class Engine:
         self._tiers = loaded.tiers
         self._eos = self.tokenizer.eos_token_ids | set(config.model.eos_token_ids)
         self.grammars = GrammarCompiler(self.tokenizer, config.model.vocab_size, self._eos)
+        self._sampler = Sampler(loaded.ops)
         self._masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
         self._clock = clock
         self.kv = KVView(self.manager, config, self.scheduler.preemptions)
@@ -202,7 +203,8 @@ class Engine:
         counters, started = self._counters, self._clock()
         output = self.scheduler.schedule(started)
         counters.scheduler_seconds += self._clock() - started
-        deltas += [self._choices[event.request_id].output.tell(event) for event in output.events]
+        if output.events:
+            deltas += [self._choices[event.request_id].output.tell(event) for event in output.events]
         if self._tiers is not None:
             self._tiers.send(output.restores)
         if output.empty:
@@ -215,7 +217,8 @@ class Engine:
             self._loaded.arena.copy(output.memory.copies)
             result = self.runner.forward(output)
             drawn = self._draw(output, result.logits)
-            drawn |= self._score_prompts(output, result.batch)
+            if any(item.prompt_logprobs_from is not None for item in output.scheduled):
+                drawn |= self._score_prompts(output, result.batch)
         except Exception as error:
             counters.failed_steps += 1
             counters.failed_in_a_row += 1
@@ -318,15 +321,15 @@ class Engine:
         sampling = [item for item in output.scheduled if item.samples]
         if not sampling:
             return {}
-        choices = [self._choices[choice_id] for item in sampling for choice_id in (item.request_id, *item.forks)]
+        names = [name for item in sampling for name in (item.request_id, *item.forks)]
+        choices = [self._choices[name] for name in names]
         if len(choices) > len(sampling):
             logits = np.repeat(logits, [1 + len(item.forks) for item in sampling], axis=0)
         constrained = [(choice.constraint, choice.sampling) for choice in choices if choice.constraint is not None]
         if constrained:
             self._masks.fill(constrained)
-        states = [choice.sampling for choice in choices]
-        drawn = sample(self._loaded.ops, logits, states)
-        return {state.request.request_id: token for state, token in zip(states, drawn, strict=True)}
+        drawn = self._sampler.sample(logits, [choice.sampling for choice in choices])
+        return dict(zip(names, drawn, strict=True))
 
     def _advance(self, output: SchedulerOutput, drawn: Mapping[str, Sampled]) -> list[OutputDelta]:
         started = self._clock()

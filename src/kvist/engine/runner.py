@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,8 +43,7 @@ class PromptLogits:
     logits: F32
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """`logits` [requests that sample, vocabulary], in the scheduler's order; a view that the next call of the runner overwrites."""
 
     batch: ForwardBatch

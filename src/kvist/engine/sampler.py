@@ -10,15 +10,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvist.errors import EngineError
 from kvist.kernels.ops import F32, I32, Ops
-from kvist.kernels.sampling import DRAWN, F64, NO_NUMBER, NONE_LEFT, ROW, SHARE_BITS, WEIGHT_BITS, Adjustment, SampleBatch
+from kvist.kernels.sampling import (
+    DRAWN,
+    F64,
+    NO_NUMBER,
+    NONE_LEFT,
+    POSITION_WORD,
+    ROW,
+    SHARE_BITS,
+    WEIGHT_BITS,
+    WORDS_A_ROW,
+    Adjustment,
+)
 from kvist.request import Request, SamplingParams, TokenLogprob
 
 logger = logging.getLogger("kvist")
@@ -50,7 +63,7 @@ class TokenCounts:
         return self._ids[: len(self._places)], self._counts[: len(self._places)]
 
 
-@dataclass
+@dataclass(eq=False)
 class SamplingState:
     """One choice's side of sampling. The next token's position in the output is the length of the output so far."""
 
@@ -60,7 +73,8 @@ class SamplingState:
     counts: TokenCounts | None = None
     mask: npt.NDArray[np.uint32] | None = None
     """Which tokens may come next: bit `token % 32` of word `token // 32`, [ceil(vocabulary / 32)]; None for all. Looked up at each
-    draw, so its owner fills or replaces it between the steps. Log probabilities are of the distribution before it."""
+    draw, so its owner fills or replaces it between the steps; a state that is to have one has it before its first draw. Log
+    probabilities are of the distribution before it."""
     parameters: tuple[int | float, ...] | None = None
     """The fields of ROW without the position; None for the most likely token."""
     _bias: tuple[tuple[int, ...], I32, F64] | None = field(default=None, repr=False)
@@ -82,6 +96,12 @@ class SamplingState:
     @property
     def masked(self) -> bool:
         return self.position < self.request.sampling_params.min_tokens and bool(self.masked_until_min_tokens)
+
+    @property
+    def may_adjust(self) -> bool:
+        """Whether any draw may have an adjustment."""
+        biased = bool(self.request.sampling_params.logit_bias or self.masked_until_min_tokens)
+        return biased or self.mask is not None or self.counts is not None
 
     def adjustment(self) -> Adjustment | None:
         """What changes the model's logits before this state's next draw."""
@@ -124,8 +144,7 @@ def _parameters(request: Request) -> tuple[int | float, ...] | None:
     return (request.seed & 2**64 - 1, request.choice, share, 1 / params.temperature, min_p_log, params.top_k, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A drawn token; or, with `error`, the reason why none could be drawn (the token id is then meaningless)."""
 
     token_id: int
@@ -145,42 +164,72 @@ def failure(error: Exception) -> str:
     return f"The engine failed this request: {type(error).__name__}: {error}."
 
 
-def sample(ops: Ops, logits: F32, states: Sequence[SamplingState]) -> list[Sampled]:
-    """One token for each row of `logits` [rows, vocabulary]; row i belongs to states[i]. What fails one row leaves the others."""
-    batch, failed = lower(states)
-    drawn = ops.sample(logits, batch)
-    token_ids, outcomes = drawn.token_ids.tolist(), drawn.outcomes.tolist()
-    for row, outcome in enumerate(outcomes):
-        if outcome != DRAWN and row not in failed:
-            failed[row] = Sampled.failed(EngineError(REASONS[outcome]))
-    wanted = {
-        row: num_top
-        for row, state in enumerate(states)
-        if (num_top := state.request.sampling_params.logprobs) is not None and row not in failed
-    }
-    scores: Mapping[int, TokenLogprob] = {}
-    if wanted:
-        chosen = [token_ids[row] for row in wanted]
-        scores = dict(zip(wanted, score(ops, logits, list(wanted), chosen, list(wanted.values())), strict=True))
-    return [failed.get(row) or Sampled(token_id, scores.get(row)) for row, token_id in enumerate(token_ids)]
+class Sampler:
+    """Draws the tokens of one engine's steps. What requests ask is lowered once, and kept while the same ones draw together, as
+    they do from step to step: little of what a draw needs is in the processor's caches after a forward pass."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._plan: _Plan | None = None
+
+    def sample(self, logits: F32, states: list[SamplingState]) -> list[Sampled]:
+        """One token for each row of `logits` [rows, vocabulary]; row i belongs to states[i]. What fails one row leaves the
+        others."""
+        plan = self._plan
+        if plan is None or states != plan.states:
+            plan = self._plan = _Plan(self._ops, states)
+        adjustments, failed = plan.prepare()
+        drawn = self._ops.sample(logits, plan.sampling, adjustments)
+        if not (failed or plan.scored or any(drawn.outcomes)):
+            return list(map(Sampled, drawn.token_ids))
+        for row, outcome in enumerate(drawn.outcomes):
+            if outcome != DRAWN and row not in failed:
+                failed[row] = Sampled.failed(EngineError(REASONS[outcome]))
+        scores = self._score(logits, drawn.token_ids, {row: num_top for row, num_top in plan.scored.items() if row not in failed})
+        return [failed.get(row) or Sampled(token_id, scores.get(row)) for row, token_id in enumerate(drawn.token_ids)]
+
+    def _score(self, logits: F32, token_ids: list[int], tops: dict[int, int]) -> dict[int, TokenLogprob]:
+        """By row, for the rows in `tops`."""
+        rows = list(tops)
+        found = score(self._ops, logits, rows, [token_ids[row] for row in rows], list(tops.values())) if rows else []
+        return dict(zip(rows, found, strict=True))
 
 
-def lower(states: Sequence[SamplingState]) -> tuple[SampleBatch, dict[int, Sampled]]:
-    """The step's states as one call takes them, and the rows that fail already here."""
-    rows = np.zeros(len(states), ROW)
-    adjustments: dict[int, Adjustment] = {}
-    failed: dict[int, Sampled] = {}
-    for i, state in enumerate(states):
-        if state.parameters is not None:
-            rows[i] = (*state.parameters[:2], state.position, *state.parameters[2:])
-        try:
-            change = state.adjustment()
-        except Exception as error:
-            failed[i] = Sampled.failed(error)
-        else:
-            if change is not None:
-                adjustments[i] = change
-    return SampleBatch(rows, adjustments), failed
+class _Plan:
+    """A step's states as one call takes them, and which of them need something before each draw."""
+
+    def __init__(self, ops: Ops, states: list[SamplingState]) -> None:
+        self.states = states
+        self._words = array("Q", bytes(ROW.itemsize * len(states)))
+        rows = np.frombuffer(self._words, ROW)
+        self._random: list[tuple[int, SamplingState]] = []
+        """Rows that are drawn at random, by the place of their position, which no other row reads."""
+        self._adjusted = [(row, state) for row, state in enumerate(states) if state.may_adjust]
+        self.scored: dict[int, int] = {}
+        """How many of the likeliest tokens are asked for, by row."""
+        for row, state in enumerate(states):
+            if state.parameters is not None:
+                rows[row] = (*state.parameters[:2], 0, *state.parameters[2:])
+                self._random.append((row * WORDS_A_ROW + POSITION_WORD, state))
+            if (num_top := state.request.sampling_params.logprobs) is not None:
+                self.scored[row] = num_top
+        self.sampling = ops.bind_sampling(rows)
+
+    def prepare(self) -> tuple[dict[int, Adjustment], dict[int, Sampled]]:
+        """Move on to the next draw: what changes the rows' logits, and the rows that fail already here."""
+        adjustments: dict[int, Adjustment] = {}
+        failed: dict[int, Sampled] = {}
+        for word, state in self._random:
+            self._words[word] = state.position
+        for row, state in self._adjusted:
+            try:
+                change = state.adjustment()
+            except Exception as error:
+                failed[row] = Sampled.failed(error)
+            else:
+                if change is not None:
+                    adjustments[row] = change
+        return adjustments, failed
 
 
 def score(ops: Ops, logits: F32, rows: Sequence[int], token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:

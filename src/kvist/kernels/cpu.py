@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ from kvist.errors import ConfigError
 from kvist.kernels.native_program import NativeProgram
 from kvist.kernels.ops import F32, I32, AttentionParams, ForwardBatch, PackedLinear
 from kvist.kernels.program import Array, Call
-from kvist.kernels.sampling import ROW, Drawn, SampleBatch, Scores
+from kvist.kernels.sampling import ROW, Adjustment, Drawn, Scores
 from kvist.kv.spec import KVSpec
 
 _AVX512 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
@@ -163,6 +163,14 @@ class _StepHandle:
     keep: ForwardBatch
 
 
+@dataclass
+class _SamplingHandle:
+    native: Any
+    rows: npt.NDArray[Any]
+    logits: F32 | None = None
+    """What the native side draws from: usually the same view at each step."""
+
+
 class CpuOps:
     """`Ops` over one native module; see `kernels/ops.py` for what each call computes. One caller at a time."""
 
@@ -251,9 +259,20 @@ class CpuOps:
     def record(self, calls: Sequence[Call], result: Array) -> NativeProgram:
         return NativeProgram(self._module.Program(self._machine), calls, result)
 
-    def sample(self, logits: F32, batch: SampleBatch) -> Drawn:
-        native = self._module.SampleBatch(batch.rows.view(np.uint8).reshape(len(batch.rows), ROW.itemsize))
-        for row, change in batch.adjustments.items():
+    def bind_sampling(self, rows: npt.NDArray[Any]) -> _SamplingHandle:
+        return _SamplingHandle(self._sampling(rows), rows)
+
+    def sample(self, logits: F32, sampling: _SamplingHandle, adjustments: Mapping[int, Adjustment]) -> Drawn:
+        if adjustments:
+            return self._sample_adjusted(logits, sampling.rows, adjustments)
+        if logits is not sampling.logits:
+            sampling.native.bind_logits(logits)
+            sampling.logits = logits
+        return Drawn(*sampling.native.draw())
+
+    def _sample_adjusted(self, logits: F32, rows: npt.NDArray[Any], adjustments: Mapping[int, Adjustment]) -> Drawn:
+        native = self._sampling(rows)
+        for row, change in adjustments.items():
             native.adjust(
                 row,
                 change.mask,
@@ -265,13 +284,16 @@ class CpuOps:
                 change.frequency,
                 change.presence,
             )
-        drawn = Drawn.empty(len(batch.rows))
-        self._machine.sample(logits, native, drawn.token_ids, drawn.outcomes)
-        return drawn
+        native.bind_logits(logits)
+        return Drawn(*native.draw())
+
+    def _sampling(self, rows: npt.NDArray[Any]) -> Any:
+        return self._module.Sampling(self._machine, rows.view(np.uint8).reshape(len(rows), ROW.itemsize))
 
     def score(self, logits: F32, rows: I32, token_ids: I32, tops: I32) -> Scores:
         scores = Scores.empty(tops)
-        self._machine.score(
+        self._module.score(
+            self._machine,
             logits,
             rows,
             token_ids,

@@ -29,6 +29,7 @@ class NativeProgram:
         self._bound: list[F32 | None] = [None] * len(self._arrays)
         for call in calls:
             _lower(native, call, numbers)
+        native.bind_times(self._times)
 
     def run(self, batch: ForwardBatch) -> F32:
         view = self._view if batch is self._batch else self._begin(batch)
@@ -37,7 +38,7 @@ class NativeProgram:
 
     def run_timed(self, batch: ForwardBatch) -> tuple[F32, I64]:
         view = self._view if batch is self._batch else self._begin(batch)
-        self._native.run_timed(self._times)
+        self._native.run_timed()
         return view, self._times
 
     def _begin(self, batch: ForwardBatch) -> F32:

@@ -14,7 +14,7 @@ All float arrays are C-contiguous float32 unless stated; 16-bit values travel as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +25,7 @@ from kvist.kv.spec import KVSpec
 
 if TYPE_CHECKING:
     from kvist.kernels.program import Array, Call
-    from kvist.kernels.sampling import Drawn, SampleBatch, Scores
+    from kvist.kernels.sampling import Adjustment, Drawn, Scores
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -191,8 +191,12 @@ class Ops(Protocol):
     def record(self, calls: Sequence[Call], result: Array) -> Program:
         """A program of these calls, whose runs give the rows of `result`. Handles must be this machine's."""
 
-    def sample(self, logits: F32, batch: SampleBatch) -> Drawn:
-        """A token for each row of logits [R, vocabulary]. Defined in `reference_sampling.py`; the logits stay as they are."""
+    def bind_sampling(self, rows: npt.NDArray[Any]) -> Any:
+        """How to draw from as many rows of logits (dtype ROW of `sampling.py`). What they say may change from draw to draw."""
+
+    def sample(self, logits: F32, sampling: Any, adjustments: Mapping[int, Adjustment]) -> Drawn:
+        """A token for each row of logits [R, vocabulary], row i after adjustments[i] where there is one. Defined in
+        `reference_sampling.py`; the logits stay as they are."""
 
     def score(self, logits: F32, rows: I32, token_ids: I32, tops: I32) -> Scores:
         """Token token_ids[s] in the distribution of logits row rows[s], with its tops[s] likeliest tokens; s in [0, S)."""

@@ -8,7 +8,7 @@ number of threads. `@` appears once, for integer products, which float32 holds e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,7 +23,7 @@ from kvist.kernels.packing import DENSE_DTYPES, unpack_quants
 from kvist.kernels.program import Array, Call, DirectProgram
 from kvist.kernels.reference_attention import ReferenceAttention, ReferenceCache, attend, bind_attention, rope_write
 from kvist.kernels.reference_math import Activations, decode, quantize_rows, rms_norm, silu
-from kvist.kernels.sampling import Drawn, SampleBatch, Scores
+from kvist.kernels.sampling import Adjustment, Drawn, Scores
 from kvist.kv.spec import KVSpec
 
 KERNEL_VERSION = 1
@@ -195,8 +195,11 @@ class ReferenceOps:
     def record(self, calls: Sequence[Call], result: Array) -> DirectProgram:
         return DirectProgram(self, calls, result)
 
-    def sample(self, logits: F32, batch: SampleBatch) -> Drawn:
-        return reference_sampling.sample(logits, batch)
+    def bind_sampling(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return rows
+
+    def sample(self, logits: F32, sampling: npt.NDArray[Any], adjustments: Mapping[int, Adjustment]) -> Drawn:
+        return reference_sampling.sample(logits, sampling, adjustments)
 
     def score(self, logits: F32, rows: I32, token_ids: I32, tops: I32) -> Scores:
         return reference_sampling.score(logits, rows, token_ids, tops)

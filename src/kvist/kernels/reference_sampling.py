@@ -17,6 +17,7 @@ Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from kvist.kernels.sampling import (
     WEIGHT_BITS,
     Adjustment,
     Drawn,
-    SampleBatch,
     Scores,
 )
 
@@ -141,18 +141,19 @@ def draw(logits: F32, row: Any) -> int:
     return int(kept[first_reaching(weights[kept], target + 1)])
 
 
-def sample(logits: F32, batch: SampleBatch) -> Drawn:
-    drawn = Drawn.empty(len(logits))
-    for i, row in enumerate(batch.rows):
+def sample(logits: F32, rows: npt.NDArray[Any], adjustments: Mapping[int, Adjustment]) -> Drawn:
+    drawn = Drawn([], [])
+    for i, row in enumerate(rows):
+        token_id, outcome = 0, NO_NUMBER
         ready = numbers(logits[i])
-        if ready.max() == -np.inf:
-            drawn.outcomes[i] = NO_NUMBER
-            continue
-        if i in batch.adjustments:
-            ready = adjusted(logits[i], batch.adjustments[i])
-        drawn.outcomes[i] = NONE_LEFT if ready.max() == -np.inf else DRAWN
-        if drawn.outcomes[i] == DRAWN:
-            drawn.token_ids[i] = draw(ready, row)
+        if ready.max() > -np.inf:
+            if i in adjustments:
+                ready = adjusted(logits[i], adjustments[i])
+            outcome = NONE_LEFT if ready.max() == -np.inf else DRAWN
+        if outcome == DRAWN:
+            token_id = draw(ready, row)
+        drawn.token_ids.append(token_id)
+        drawn.outcomes.append(outcome)
     return drawn
 
 

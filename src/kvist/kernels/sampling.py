@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,21 +22,24 @@ WEIGHT_BITS = 40
 SHARE_BITS = 53
 """Random numbers and `top_p` are whole numbers of 2^-53."""
 
-ROW = np.dtype(
-    [
-        ("seed", "<u8"),
-        ("choice", "<u8"),
-        ("position", "<u8"),
-        ("top_p", "<u8"),
-        ("inverse_temperature", "<f4"),
-        ("min_p_log", "<f4"),
-        ("top_k", "<i4"),
-        ("unused", "<i4"),
-    ]
-)
+_FIELDS = [
+    ("seed", "<u8"),
+    ("choice", "<u8"),
+    ("position", "<u8"),
+    ("top_p", "<u8"),
+    ("inverse_temperature", "<f4"),
+    ("min_p_log", "<f4"),
+    ("top_k", "<i4"),
+    ("unused", "<i4"),
+]
+ROW = np.dtype(_FIELDS)
 """One row's parameters. All zero but for the first three means the most likely token (no inverse temperature: nothing else is
 read). Otherwise `top_p` is in units of 2^-53 (2^53 for all), `min_p_log` the logarithm of min-p (-inf for none), `top_k` 0 for
 no limit."""
+
+WORDS_A_ROW = ROW.itemsize // 8
+POSITION_WORD = _FIELDS.index(("position", "<u8"))
+"""Where a row's position stands, which changes from draw to draw, in words of 8 bytes: those before it are such words too."""
 
 DRAWN, NO_NUMBER, NONE_LEFT = 0, 1, 2
 """What came of a row: a token; the model's logits hold no finite number; bias and mask leave none."""
@@ -61,24 +64,11 @@ class Adjustment:
     presence: float = 0.0
 
 
-@dataclass(frozen=True)
-class SampleBatch:
-    """Row i of the logits is drawn from by `rows[i]` (dtype ROW), and after `adjustments[i]` where there is one."""
-
-    rows: npt.NDArray[Any]
-    adjustments: dict[int, Adjustment]
-
-
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """`outcomes[i]` says whether `token_ids[i]` is one."""
 
-    token_ids: I32
-    outcomes: I32
-
-    @classmethod
-    def empty(cls, rows: int) -> Drawn:
-        return cls(np.zeros(rows, np.int32), np.zeros(rows, np.int32))
+    token_ids: list[int]
+    outcomes: list[int]
 
 
 @dataclass(frozen=True)

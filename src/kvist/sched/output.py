@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.kv.memory import NO_PLAN, KVUsage, MemoryPlan
 from kvist.kv.tiers import TransferPlan
@@ -16,8 +17,7 @@ NO_LOOKUP = ("prompt_logprobs", "caching_off")
 """Reasons of a miss for which the prompt was not compared with the cache at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """Rows of one request in a step: tokens [start, start + len(token_ids))."""
 
     request_id: str
@@ -45,8 +45,7 @@ class PreemptionRecord:
     num_blocks_freed: int
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(NamedTuple):
     """One step. `scheduled` lists decode rows first, then prompt chunks; `num_batched_tokens` is the sum of their rows."""
 
     step: int

@@ -152,8 +152,8 @@ class Scheduler:
         self._manager.advance(now)
         self._now = now
         step = Step(self._budget, now)
-        self._advance_running(step, one_row=True)
-        self._advance_running(step, one_row=False)
+        if self._advance_running(step, one_row=True):
+            self._advance_running(step, one_row=False)
         obstacle = "blocks" if step.preempted else self._admit(step)
         if not step.preempted:
             self._look_ahead([job for job in self._waiting[: DEPTH + len(step.forks)] if job not in step.forks], step)
@@ -226,15 +226,16 @@ class Scheduler:
                 "with a larger num_kv_blocks."
             )
 
-    def _advance_running(self, step: Step, *, one_row: bool) -> None:
-        """Give rows to the running requests that lack exactly one (or more than one). Preemption takes from the end of `_running`,
-        behind the place where this walk stands."""
-        index = 0
+    def _advance_running(self, step: Step, *, one_row: bool) -> bool:
+        """Give rows to the running requests that lack exactly one (or more than one); whether others were passed over. Preemption
+        takes from the end of `_running`, behind the place where this walk stands."""
+        index, passed_over = 0, False
         while index < len(self._running):
             job = self._running[index]
             index += 1
             pending = job.pending
             if pending == 0 or (pending == 1) is not one_row:
+                passed_over = True
                 continue
             rows = min(pending, step.budget)
             if rows and not self._manager.allocate(job.request, rows):
@@ -247,6 +248,7 @@ class Scheduler:
                 assert granted, "rows that fit are granted"
             if rows:
                 step.give(job, rows)
+        return passed_over
 
     def _make_room(self, job: Job, rows: int, step: Step) -> int:
         """How many of `rows` fit: what is free serves first, even if it is less; then newer requests give way, newest first."""

@@ -14,12 +14,10 @@ however the ids were portioned.
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Iterable
 
 from kvist.text.tokenizer import Tokenizer
-
-_make_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
@@ -32,18 +30,19 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._decoder = _make_decoder("replace")
+        self._held = b""
         self._strip = tokenizer.info.strips_leading_space and not continues
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids add; empty while a character is unfinished."""
-        data = self._tokenizer.join_bytes(ids, skip_special_tokens=self._skip_special_tokens)
-        text = self._decoder.decode(data)
-        held, _ = self._decoder.getstate()
+        data = self._held + self._tokenizer.join_bytes(ids, skip_special_tokens=self._skip_special_tokens)
+        text, used = utf_8_decode(data, "replace", False)
+        held = data[used:]
         if held[:1] == b"\xed" and held[1:] >= b"\xa0":
             # Half a surrogate, which Python keeps for its own encoding of them; no character begins like this.
             text += held.decode("utf-8", "replace")
-            self._decoder.reset()
+            held = b""
+        self._held = held
         if self._strip and text:
             self._strip = False
             return text.removeprefix(" ")
@@ -51,5 +50,5 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """What is still to show at the end of the output: nothing, for an unfinished character is dropped."""
-        self._decoder.reset()
+        self._held = b""
         return ""
