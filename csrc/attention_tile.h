@@ -233,7 +233,8 @@ void attend_tile(const QueryBlock& block, int vector, int count, const SpanTiles
   if constexpr (Q > 1) attend_tile<Kv, Q - 1>(block, vector, count, tiles, state);
 }
 
-// All vectors of the block over one partition; `state` is cleared first. `after`: what this thread will probably attend to next.
+// All vectors of the block over one partition; `state` is cleared first. `after`: what this thread will probably attend to
+// when the block's last partition is done.
 // The first vectors bring near what the others, and then the next span, read.
 template <class Kv>
 void attend_partition(const QueryBlock& block, int partition, const QueryBlock* after, const State& state) {
@@ -242,9 +243,10 @@ void attend_partition(const QueryBlock& block, int partition, const QueryBlock* 
   state.clear(vectors);
   const int first = std::max(block.first_key(), partition * kPartition) / kSpan;
   const int last = std::min(block.last_key(), (partition + 1) * kPartition - 1) / kSpan;
+  const int end = block.last_key() / kSpan;  // the partition after this one is this thread's next, too
   auto tiles = span_tiles<T>(block, first);
   for (int span = first; span <= last; ++span) {
-    const auto next = span < last ? span_tiles<T>(block, span + 1) : after ? span_tiles<T>(*after, after->first_key() / kSpan) : tiles;
+    const auto next = span < end ? span_tiles<T>(block, span + 1) : after ? span_tiles<T>(*after, after->first_key() / kSpan) : tiles;
     attend_tile<Kv>(block, 0, std::min(kQueryTile, vectors), leading(tiles, next), state);
     for (int v = kQueryTile; v < vectors; v += kQueryTile) attend_tile<Kv>(block, v, std::min(kQueryTile, vectors - v), tiles, state.from(v));
     tiles = next;
