@@ -1,11 +1,12 @@
 """How often each cached prefix was found, and when it was used last: noted once a request, at the block where its hit ended.
 
-A request that found a block has found all before it, so a block's finds are those noted at it and at all blocks behind it: whoever
-asks adds them up, and a request costs O(1) however long its prefix is. When a block with a note is evicted, the note moves to its
-anchor, an earlier block of the prefix: where the hit of the request that had computed it ended, or the prefix's first block. So the
-beginning of a prefix loses few finds (those whose anchor was evicted before and came back without a note), and the runs between lose
-those that ended in what is gone: moving a note block by block would cost something for every block that is evicted. This module knows no requests and reads no clock. Invariant: the blocks with
-an anchor are those that have something noted, and all of these are indexed in the first group.
+A request that found a block has found all before it, so a block's finds are those noted at it and at all blocks behind it:
+whoever asks adds them up, and a request costs O(1) however long its prefix is. When a block with a note is evicted, the note
+moves to its anchor, an earlier block of the prefix: where the hit of the request that had computed it ended, or the prefix's
+first block. So the beginning of a prefix loses few finds (those whose anchor was evicted before and came back without a note),
+and the runs between lose those that ended in what is gone: moving a note block by block would cost something for every block that
+is evicted. This module knows no requests and reads no clock. Invariant: the blocks with an anchor are those that have something
+noted, and all of these are indexed in the first group.
 """
 
 from __future__ import annotations
