@@ -1,6 +1,4 @@
 // The Python module of one instruction-set build (nanobind). Shapes and types are checked here; kernels/cpu.py checks meanings.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +8,7 @@
 #include "bf16_dot.h"
 #include "cpu_features.h"
 #include "machine.h"
+#include "module_arrays.h"
 #include "module_program.h"
 #include "module_sampling.h"
 
@@ -20,14 +19,7 @@ namespace KVIST_NAMESPACE {
 
 namespace {
 
-template <class T, size_t N>
-using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-using AnyBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Release = nb::call_guard<nb::gil_scoped_release>;
-
-void require(bool ok, const char* what) {
-  if (!ok) throw nb::value_error(what);
-}
+using AnyBytes = Array<const uint8_t, 1>;
 
 Format format_of(const std::string& name) {
   if (name == "f32") return Format::f32;

@@ -1,8 +1,7 @@
 // See module_program.h. Handles and arrays are kept alive by kernels/native_program.py.
 #include "module_program.h"
 
-#include <nanobind/ndarray.h>
-
+#include "module_arrays.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -11,10 +10,6 @@ using namespace nb::literals;
 namespace KVIST_NAMESPACE {
 
 namespace {
-
-template <class T, size_t N>
-using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-using Release = nb::call_guard<nb::gil_scoped_release>;
 
 // A program with the step that it runs next. The groups' list keeps its memory from step to step.
 struct BoundProgram {
@@ -28,7 +23,7 @@ struct BoundProgram {
 void begin(BoundProgram& self, Array<const int32_t, 1> token_ids, Array<const int32_t, 1> positions, Array<const int32_t, 1> query_start,
            Array<const int32_t, 1> taken) {
   const size_t rows = positions.shape(0);
-  if (token_ids.shape(0) != rows || query_start.shape(0) == 0 || rows >= (1u << 30)) throw nb::value_error("program: the step's arrays do not match");
+  require(token_ids.shape(0) == rows && query_start.shape(0) > 0 && rows < (1u << 30), "program: the step's arrays do not match");
   StepBatch& batch = self.pass.step.batch;
   batch = {static_cast<int>(rows), static_cast<int>(query_start.shape(0)) - 1, positions.data(), query_start.data()};
   self.pass.step.groups.clear();
@@ -39,8 +34,8 @@ void begin(BoundProgram& self, Array<const int32_t, 1> token_ids, Array<const in
 
 void add_group(BoundProgram& self, Array<const int32_t, 2> block_table, Array<const int64_t, 1> slots) {
   const StepBatch& batch = self.pass.step.batch;
-  if (block_table.shape(0) != static_cast<size_t>(batch.sequences) || slots.shape(0) != static_cast<size_t>(batch.rows))
-    throw nb::value_error("program: a group's tables do not match the step");
+  require(block_table.shape(0) == static_cast<size_t>(batch.sequences) && slots.shape(0) == static_cast<size_t>(batch.rows),
+          "program: a group's tables do not match the step");
   self.pass.step.groups.push_back({block_table.data(), slots.data(), static_cast<long>(block_table.shape(1))});
 }
 
@@ -74,12 +69,12 @@ void define_program(nb::module_& m) {
       .def("run", [](BoundProgram& self) { self.program.run(self.pass); }, Release())
       .def("bind_times",
            [](BoundProgram& self, Array<int64_t, 1> times) {
-             if (times.shape(0) != self.program.size()) throw nb::value_error("program: one time a call");
+             require(times.shape(0) == self.program.size(), "program: one time a call");
              self.times = times.data();
            })
       .def("run_timed",
            [](BoundProgram& self) {
-             if (!self.times) throw nb::value_error("program: no place for times");
+             require(self.times != nullptr, "program: no place for times");
              self.program.run_timed(self.pass, self.times);
            }, Release());
 }

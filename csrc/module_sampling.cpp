@@ -1,13 +1,13 @@
 // See module_sampling.h. Arrays that a call keeps are kept alive by kernels/cpu.py.
 #include "module_sampling.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
 #include <optional>
 #include <vector>
 
 #include "machine.h"
+#include "module_arrays.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -15,13 +15,6 @@ using namespace nb::literals;
 namespace KVIST_NAMESPACE {
 
 namespace {
-
-template <class T, size_t N>
-using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-
-void require(bool ok, const char* what) {
-  if (!ok) throw nb::value_error(what);
-}
 
 // Rows to draw from, again and again: what they ask and the logits stay where they are, and hold other numbers at the next draw.
 class Sampling {
