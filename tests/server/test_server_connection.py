@@ -68,7 +68,9 @@ def test_a_head_that_does_not_end_is_not_waited_for(plain_server: ServerThread, 
         connection = plain_server.connect()
         with contextlib.suppress(ConnectionError):
             connection.sendall(sent)
-        assert rest(connection).startswith(b"HTTP/1.1 408")
+        answer = rest(connection)
+        assert answer.startswith(b"HTTP/1.1 408 Request Timeout")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
 
 
 def test_a_second_head_has_the_same_limit(plain_server: ServerThread) -> None:
@@ -279,9 +281,9 @@ def test_a_body_longer_than_it_says_is_no_body_of_the_next_request(small_server:
     assert b"200" not in answer
 
 
-def test_a_hundred_thousand_brackets_are_refused() -> None:
+def test_tens_of_thousands_of_brackets_are_refused() -> None:
     with serving(FakeEngine()) as server:
-        for raw in (b"[" * 100_000, b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":' * 100_000):
+        for raw in (b"[" * 90_000, b'{"prompt":' + b"[" * 90_000 + b"]" * 90_000 + b"}", b'{"a":' * 40_000):
             response = httpx.post(server.url + COMPLETIONS, content=raw)
             assert response.status_code == 400
             assert "nests deeper" in response.text

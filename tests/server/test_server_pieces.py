@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.errors import InvalidRequestError
-from kvist.server import pieces
+from kvist.server import body, pieces
 from kvist.server.body import MAX_DEPTH, SMALL_BODY, parse
 
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.sampled_from([1.5e300, -2e-7, 1e22, 0.5])
-LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=40)
+LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=40) | st.text('[]{}"\\,:a', max_size=12)
 VALUES = st.recursive(
     LEAVES | st.lists(NUMBERS, max_size=40),
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=9), inner, max_size=6),
@@ -65,10 +65,29 @@ def test_mistakes_that_are_easily_taken(text: str) -> None:
 
 
 def test_large_bodies_are_read_alike() -> None:
-    body: dict[str, Any] = {"prompt": list(range(30_000)), "metadata": {str(i): "é" * (i % 7) for i in range(5000)}, "n": -1.5e300}
-    raw = json.dumps(body).encode()
+    sent: dict[str, Any] = {"prompt": list(range(30_000)), "metadata": {str(i): "é" * (i % 7) for i in range(5000)}, "n": -1.5e300}
+    raw = json.dumps(sent).encode()
     assert len(raw) > SMALL_BODY
-    assert parse(raw) == body
+    assert parse(raw) == sent
+
+
+def depth_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(depth_of, inner), default=0)
+
+
+@given(VALUES, st.integers(0, 4), st.booleans())
+def test_what_nests_too_deep_is_never_parsed(value: Any, most: int, large: bool) -> None:
+    raw = json.dumps(value).encode() + b" " * (SMALL_BODY if large else 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "MAX_DEPTH", most)
+        if depth_of(value) <= most:
+            assert repr(parse(raw)) == repr(json.loads(raw))
+            return
+        for module, name in ((body, "load"), (json, "loads")):
+            patch.setattr(module, name, lambda _: pytest.fail("it was parsed"))
+        with pytest.raises(InvalidRequestError, match="nests deeper"):
+            parse(raw)
 
 
 @pytest.mark.parametrize("pad", [0, SMALL_BODY])

@@ -1,12 +1,12 @@
 """One client's connection: uvicorn's protocol, with an end to every way of holding it without asking or reading anything.
 
-Knows transports and timers, no routes. Three things are bounded in time: a request's head (from the first of its bytes, or from
-the connection's begin), what the client leaves unread (as long as nothing of it is taken), and, by uvicorn, the pause between two
-requests. Bodies have their own limit (`server/body.py`). What is not body (a request's line and headers, and what frames a chunked
-body) and the requests that are sent ahead, before an answer to the one in front, are bounded in size: the parser has no limits, and
-puts together long names in quadratic time. The number of connections is bounded too: a new one takes the place of the one that was
-idle longest, or is refused where all are at work. A count says which one that is: the loop's clock stands still for a millisecond,
-in which many come and go.
+Knows transports and timers, no routes; what is refused here has the body of any other refusal. Three things are bounded in time: a
+request's head (from the first of its bytes, or from the connection's begin), what the client leaves unread (while nothing of it
+is taken), and, by uvicorn, the pause between two requests. Bodies have their own limit (`server/body.py`). What is not body (a
+request's line and headers, and what frames a chunked body) and the requests that are sent ahead, before an answer to the one in
+front, are bounded in size: the parser has no limits, and puts together long names in quadratic time. The number of connections is
+bounded too: a new one takes the place of the one that was idle longest, or is refused where all are at work. A count says which one
+that is: the loop's clock stands still for a millisecond, in which many come and go.
 
 Invariants: at most one timer of each kind a connection; when a connection is lost, each of its requests is told.
 """
@@ -14,17 +14,20 @@ Invariants: at most one timer of each kind a connection; when a connection is lo
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import sys
 import weakref
 from collections.abc import Iterator
+from http import HTTPStatus
 from itertools import count
 from typing import cast
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from kvist.server.failures import Refusal, error_body
 from kvist.server.options import ServerOptions
 
 CONNECTION = "kvist.connection"
@@ -44,9 +47,19 @@ PROBE_SECONDS = 60
 
 _UPGRADE = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 
-_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+
+def _answer(refusal: Refusal) -> bytes:
+    """A whole answer, after which the connection is closed: no route has a part in it."""
+    body = json.dumps(error_body(refusal)).encode("ascii")
+    own = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    lines = [f"{name}: {value}" for name, value in {**own, **(refusal.headers or {})}.items()]
+    return "\r\n".join([f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}", *lines, "", ""]).encode("ascii") + body
+
+
+_MALFORMED = _answer(Refusal(400, "What was sent is not a request in HTTP/1.1.", code="malformed_request"))
+_LATE = _answer(Refusal(408, "The request's head did not arrive in time.", code="timeout"))
+_LARGE = _answer(Refusal(431, f"The request's head is larger than {HEAD_BYTES} bytes.", code="head_too_large"))
+_FULL = _answer(Refusal(503, "All connections are in use; ask again later.", code="server_busy", headers={"retry-after": "1"}))
 
 
 class Connection(HttpToolsProtocol):
@@ -105,6 +118,10 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         elif self._other_bytes > HEAD_BYTES + FRAMES * self._body_bytes:
             self._refuse(_LARGE)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what its parser refuses."""
+        self._refuse(_MALFORMED)
 
     def on_message_begin(self) -> None:
         self._body_bytes = self._other_bytes = 0
@@ -189,8 +206,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, answer: bytes) -> None:
-        """Before the next answer, if there is none on its way."""
-        if self._is_idle:
+        """The last word, unless an answer is on its way."""
+        if self._is_idle or not (self._answered and self._answered.response_started):
             self.transport.write(answer)
         self.transport.close()
 

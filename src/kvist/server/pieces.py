@@ -20,7 +20,7 @@ _NUMBERS = re.compile(r"[-+.0-9eE, \t\n\r]*")
 
 
 def load(text: str) -> Any:
-    """As `json.loads`. Raises JSONDecodeError; RecursionError, as that does, for what nests deeper than Python can follow."""
+    """As `json.loads`. Raises JSONDecodeError. It calls itself once a level: whoever calls bounds them."""
     value, end = _value(text, _skip(text, 0))
     if end != len(text) and (end := _skip(text, end)) != len(text):
         raise json.JSONDecodeError("Extra data", text, end)
@@ -62,14 +62,20 @@ def _array(text: str, position: int) -> tuple[list[Any], int]:
             position = _skip(text, position + len(numbers) + 1)
         value, position = _value(text, position)
         values.append(value)
-        position = _skip(text, position)
-        match text[position : position + 1]:
-            case ",":
-                position = _skip(text, position + 1)
-            case "]":
-                return values, position + 1
-            case _:
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+        position, more = _next(text, position, "]")
+        if not more:
+            return values, position
+
+
+def _next(text: str, position: int, closes: str) -> tuple[int, bool]:
+    """Behind an item: where the next begins, or where the container ends, and whether there is a next."""
+    position = _skip(text, position)
+    mark = text[position : position + 1]
+    if mark == closes:
+        return position + 1, False
+    if mark != ",":
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+    return _skip(text, position + 1), True
 
 
 def _run(text: str, position: int, numbers: str) -> list[Any]:
@@ -93,11 +99,6 @@ def _object(text: str, position: int) -> tuple[dict[str, Any], int]:
         if text[position : position + 1] != ":":
             raise json.JSONDecodeError("Expecting ':' delimiter", text, position)
         values[name], position = _value(text, _skip(text, position + 1))
-        position = _skip(text, position)
-        match text[position : position + 1]:
-            case ",":
-                position = _skip(text, position + 1)
-            case "}":
-                return values, position + 1
-            case _:
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+        position, more = _next(text, position, "}")
+        if not more:
+            return values, position

@@ -1,0 +1,41 @@
+"""What is no HTTP is answered as any other mistake, and only where no answer is on its way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from server_fakes import ServerThread, fake_of
+
+
+def answer_to(server: ServerThread, sent: bytes) -> bytes:
+    with server.connect() as connection:
+        connection.sendall(sent)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01",  # TLS, to a server without it
+        b"FOO / HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_no_request_gets_an_error_as_any_other(server: ServerThread, sent: bytes) -> None:
+    head, _, body = answer_to(server, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
+    assert f"content-length: {len(body)}".encode() in head
+    assert json.loads(body)["error"]["code"] == "malformed_request"
+
+
+def test_what_is_no_request_never_lands_in_an_answer(server: ServerThread) -> None:
+    body = b'{"prompt": "a", "max_tokens": 50, "ignore_eos": true, "stream": true}'
+    asked = b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    with fake_of(server).held(after=1), server.connect() as connection:
+        connection.sendall(asked)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\x00\r\n\r\n")
+        assert b"HTTP/1.1" not in b"".join(iter(lambda: connection.recv(65536), b""))
