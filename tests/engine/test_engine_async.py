@@ -15,7 +15,7 @@ import pytest
 from helpers.tiny_engine import Collected, run_one, tiny_engine
 from kvist.engine.async_engine import UNWELL_STEPS, AsyncEngine
 from kvist.engine.streams import MAX_UNREAD_DELTAS, Mailbox, Stream, merge_deltas
-from kvist.errors import ContextLengthError, EngineStoppedError, InvalidRequestError
+from kvist.errors import ContextLengthError, EngineError, EngineStoppedError, InvalidRequestError
 from kvist.request import OutputDelta, RequestUsage, SamplingParams, TokenLogprob
 
 
@@ -187,6 +187,36 @@ def test_a_name_in_use_is_refused_and_the_first_goes_on(engine):
         return await first
 
     assert len(asyncio.run(main())[0].token_ids) == 60
+
+
+def test_a_fault_in_queueing_a_request_is_that_request_s_alone(engine, monkeypatch, caplog):
+    """Also where some of its choices were queued already."""
+    scheduler, calls = engine._engine.scheduler, []
+    add = scheduler.add
+
+    def broken(request: Any) -> None:
+        calls.append(request.request_id)
+        if len(calls) == 3:
+            raise ZeroDivisionError("a twig broke")
+        add(request)
+
+    async def main() -> list[dict[int, Collected]]:
+        other = asyncio.create_task(collect(engine, "other", [5, 6, 7], greedy(max_tokens=200)))
+        await until(lambda: engine.snapshot().num_running == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler, "add", broken)
+            with pytest.raises(EngineError, match="a twig broke"):
+                await collect(engine, "broken", [8, 9], greedy(n=4))
+        again = await collect(engine, "broken", [8, 9], greedy(n=4))
+        return [await other, again]
+
+    other, again = asyncio.run(main())
+    assert calls == ["broken#0", "broken#1", "broken#2"]
+    assert len(other[0].token_ids) == 200
+    assert len(again) == 4
+    assert engine.health is None
+    assert idle(engine)
+    assert "Traceback" in caplog.text
 
 
 def test_two_loops_at_once(engine):

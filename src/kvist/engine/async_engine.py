@@ -23,9 +23,10 @@ from typing import Any
 from kvist.config import EngineOptions
 from kvist.engine.admission import check_request
 from kvist.engine.engine import Engine
+from kvist.engine.sampler import failure
 from kvist.engine.snapshot import EngineSnapshot
 from kvist.engine.streams import Mailbox, Sink, Stream
-from kvist.errors import EngineStoppedError, InvalidRequestError, KvistError
+from kvist.errors import EngineError, EngineStoppedError, InvalidRequestError, KvistError
 from kvist.kv.hints import KVHints
 from kvist.request import OutputDelta, SamplingParams
 
@@ -259,8 +260,10 @@ class AsyncEngine:
                         raise InvalidRequestError(f"A request named {request_id!r} is already running.", param="request_id")
                     self._engine.add_request(request_id, prompt_token_ids, params, **options)
                     self._streams[request_id] = stream
-                except KvistError as error:
-                    stream.mailbox.post((), [(stream, error)])
+                except Exception as error:
+                    # A fault, too, is this request's alone.
+                    told = error if isinstance(error, KvistError) else EngineError(failure(error))
+                    stream.mailbox.post((), [(stream, told)])
             case _Leave(request_id, stream):
                 if self._streams.get(request_id) is stream:
                     del self._streams[request_id]

@@ -116,7 +116,7 @@ class Engine:
         kv: KVHints | None = None,
     ) -> None:
         """Queue a request; `grammar` is the form of its output where that has been compiled already. Raises InvalidRequestError or
-        ContextLengthError, and then nothing has changed."""
+        ContextLengthError; whatever it raises, nothing has changed then."""
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
             raise InvalidRequestError(f"A request named {request_id!r} is already running; choose another id.", param="request_id")
         max_tokens = check_request(self.config, prompt_token_ids, params)
@@ -146,8 +146,13 @@ class Engine:
             sampling = SamplingState.of(request, self.config.model.vocab_size)
             constraint = None if grammar is None else Constraint(grammar, request)
             choices[request.request_id] = _Choice(request, output, sampling, constraint)
-        for choice in choices.values():
-            self.scheduler.add(choice.request)
+        try:
+            for choice in choices.values():
+                self.scheduler.add(choice.request)
+        except BaseException:
+            for choice_id in choices:
+                self.scheduler.abort(choice_id)
+            raise
         self._choices |= choices
         self._requests[request_id] = set(choices)
 
