@@ -81,6 +81,8 @@ class TieredSim(Sim):
                 # What a reader may leave there at any moment.
                 self.arena.slots[copy.block_id] = [0] * self.spec.block_size
             self.under_way.append((self.rng.randint(0, self.latency), plan))
+        account = self.scheduler.account()
+        assert account.used <= account.held <= account.committed, "what is filled is written to"
         if output.empty:
             assert self.prefetcher.num_restoring, "a step without rows waits for a tier"
             self.num_waits += 1

@@ -91,7 +91,6 @@ class KVManager:
         self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
         self._restores = None if self.tier is None else Restores(self.tier, self.keeper, self.index)
-        self._num_touched = 0
 
     # Queries
 
@@ -186,7 +185,7 @@ class KVManager:
         """Bytes now; `requests` are all that hold blocks."""
         records = ((self._records[request.request_id], request.num_computed_tokens) for request in requests)
         held = [(record.tables, record.let_go, computed) for record, computed in records]
-        return account_blocks(self.spec, num_live=self.usage().live, num_touched=self._num_touched, held=held)
+        return account_blocks(self.spec, num_live=self.usage().live, num_touched=self._pool.num_touched, held=held)
 
     # Changes
 
@@ -253,11 +252,7 @@ class KVManager:
             record.shares_tail = False
         elif missing <= 0:
             return True
-        if missing > 0 and not self._allocator.grow(tables, missing):
-            return False
-        # Blocks that keep nothing are reused first, so no more have ever been written than were in use at once.
-        self._num_touched = max(self._num_touched, self._pool.num_blocks - self._pool.num_free + self._pool.num_cached)
-        return True
+        return missing <= 0 or self._allocator.grow(tables, missing)
 
     def commit(self, request: Request) -> None:
         """Enter the blocks that `num_computed_tokens` has filled into the prefix index."""

@@ -33,6 +33,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_cached = 0
         self.num_evictions = 0
+        self.num_touched = 0
+        """The most blocks that held something at once. Those that hold nothing are reused first, so no others were ever written."""
         self._on_evict = on_evict
         self._policy: EvictionPolicy = policy or Lru(num_blocks)
         self._states = [0] * num_blocks
@@ -67,6 +69,7 @@ class BlockPool:
         taken = empty[start:].tolist()
         taken.reverse()
         del empty[start:]
+        self.num_touched = max(self.num_touched, self.num_blocks - len(empty))
         if len(taken) < count:
             evicted = self._policy.pop(count - len(taken))
             self.num_cached -= len(evicted)
