@@ -91,7 +91,6 @@ class StructuredOutputsParams:
             raise InvalidRequestError(
                 f"Whitespace can be chosen for JSON only, not for structured_outputs.{given[0]}.", param="structured_outputs"
             )
-
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise InvalidRequestError(
                 "structured_outputs: whitespace_pattern and disable_any_whitespace exclude each other; give one of them.",
@@ -222,18 +221,19 @@ class RequestStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PrefixMiss:
-    """Why a prefix hit ended where it did. `reason` is `never_seen` (the block there was never in the cache), `evicted`,
-    `expired` (evicted after the time for which it was to be kept), `rewritten` (the prompt differs in the middle of a known
-    conversation, as when a template leaves out an earlier answer), `not_found` (whether it ever was there is not recorded),
-    `partial_block` (all whole blocks of the prompt were found, and of the rest no more), `last_token` (all but that, which is
-    always computed), `whole_prompt` (another choice of the request computed it, and both share it), or no look-up was made:
-    `prompt_logprobs` (scores need each prompt token computed), `caching_off` (the engine keeps no prefixes)."""
+    """Why a prefix hit ended where it did. `reason` is `never_seen` (the block there was never in the cache), `evicted`, `expired`
+    (evicted after the time for which it was to be kept), `rewritten` (the prompt differs in the middle of a known conversation),
+    `other_salt`, `other_format` (kept behind the owner's key without its salt, or on disk in another format: `would_hit` tokens,
+    `kept_as`), `not_found` (no record of whether it was there), `partial_block` (all whole blocks of the prompt were found, and of
+    the rest no more), `last_token` (all but that, which is always computed), `whole_prompt` (shared with another choice of the
+    request), or no look-up was made: `prompt_logprobs` (scores need each prompt token computed), `caching_off`. Times: seconds."""
 
     reason: str
     position: int
     """The first prompt token that the hit does not cover; within a block, it differs from what was copied up to there."""
     evicted_ago: float | None = None
-    """Seconds since that eviction, where it is remembered."""
+    would_hit: int | None = None
+    kept_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

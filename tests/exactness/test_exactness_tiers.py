@@ -17,7 +17,7 @@ from helpers.tiny_engine import ISAS, Trace, run, run_one, tiny_engine, trace_lo
 from kvist.engine.engine import Engine
 from kvist.errors import ConfigError
 from kvist.kv.tiers import TierRates
-from kvist.request import SamplingParams
+from kvist.request import PrefixMiss, SamplingParams
 
 WINDOWED = (8, 24, 8, 24, 8, None)
 MODELS: Mapping[str, Mapping[str, Any]] = {"w4a8": {"weights": "w4a8"}, "windowed": {"weights": "w8a8", "windows": WINDOWED}}
@@ -63,10 +63,17 @@ def test_a_restart_hits_with_the_bits_of_the_cold_run(isa: str, model: str, size
     assert run_one(engine, tokens, GREEDY).text == text
     engine.close()
     again, trace = make(isa, model, tmp_path)
+    told = again.ask_kv("explain", salt="", token_ids=tokens, plain_salt=None)
     output = run_one(again, tokens, GREEDY)
     assert output.text == text
     assert trace.of("one") == rows
     whole = (size - 1) // 16 * 16
+    assert told["hit_tokens"] == {"device": 0, "disk": whole}
+    assert (
+        PrefixMiss(**told["miss"])
+        == output.usage.prefix_miss
+        == PrefixMiss("last_token" if size % 16 == 1 else "partial_block", whole)
+    )
     assert output.usage.prompt_tokens_by_source == {"computed": size - whole, "prefix_hit": 0, "disk_hit": whole}
     assert again.snapshot().prompt_tokens_by_source["disk_hit"] == whole
     # Once more: now it is on the device.
@@ -142,24 +149,30 @@ def test_damaged_files_cost_time_and_no_bit(isa: str, model: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "kept_as"),
     [
-        {"weights": "w8a8"},
-        {"model": {"layers": 3}},
-        {"block_size": 32},
-        {"kv_cache_dtype": "f16"},
-        {"isa": "portable"},
+        ({"weights": "w8a8"}, None),
+        ({"model": {"layers": 3}}, None),
+        ({"block_size": 32}, "bf16 in blocks of 16"),
+        ({"kv_cache_dtype": "f16"}, "bf16 in blocks of 16"),
+        ({"isa": "portable"}, None),
     ],
-    ids=lambda change: next(iter(change)),
 )
-def test_whatever_changes_the_bits_never_hits(change: dict[str, Any], tmp_path: Path) -> None:
+def test_whatever_changes_the_bits_never_hits(change: dict[str, Any], kept_as: str | None, tmp_path: Path) -> None:
     tokens = prompt(100)
     engine = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
     run_one(engine, tokens, GREEDY)
     engine.close()
     changed = tiny_engine(**{"isa": "numpy", "kv_tiers": f"disk=64MiB:{tmp_path}", **change})
     assert changed._tiers is not None
-    assert run_one(changed, tokens, GREEDY).usage.num_cached_tokens == 0
+    usage = run_one(changed, tokens, GREEDY).usage
+    assert usage.num_cached_tokens == 0
+    if kept_as is None:
+        assert usage.prefix_miss == PrefixMiss("never_seen", 0)
+    else:
+        assert usage.prefix_miss == PrefixMiss("other_format", 0, would_hit=96, kept_as=kept_as)
+    other = changed.ask_kv("explain", salt="another's", token_ids=tokens, plain_salt="another's")
+    assert other["miss"] == {"reason": "never_seen", "position": 0}
     changed.close()
     back = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
     assert run_one(back, tokens, GREEDY).usage.num_disk_tokens == 96, "the other's blocks lie beside its own"

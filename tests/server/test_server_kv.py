@@ -193,6 +193,8 @@ def test_with_other_allocators_each_route_works_or_says_why_not(allocator: str) 
         stats = ask(client, "stats")
         assert (stats["kv_allocator"], stats["enable_prefix_caching"]) == (allocator, shares)
         assert sum(stats["pool"][part] for part in ("held", "cached", "free")) == stats["pool"]["blocks"] == 12
+        assert stats["bytes"]["committed"] > stats["bytes"]["held"] == stats["bytes"]["used"] == 0, "nothing runs"
+        assert stats["fragmentation"] == {"internal": 0.0, "external": 0.0}
         told = ask(client, "explain", {"prompt": prompt})
         hit, miss = (48, {"reason": "last_token", "position": 48}) if shares else (0, {"reason": "caching_off", "position": 0})
         assert (told["hit_tokens"], told["miss"], told["nearest"]) == ({"device": hit, "disk": 0}, miss, None)

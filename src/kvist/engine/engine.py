@@ -85,7 +85,7 @@ class Engine:
         self._sampler = Sampler(loaded.ops)
         self._masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
         self._clock = clock
-        self.kv = KVView(self.manager, config, self.scheduler.preemptions)
+        self.kv = KVView(self.manager, config, self.scheduler.preemptions, self.scheduler.account)
         self._seeds = random.Random(config.seed)
         self._choices: dict[str, _Choice] = {}
         self._requests: dict[str, set[str]] = {}

@@ -17,12 +17,11 @@ from kvist.errors import InvalidRequestError
 from kvist.kv.block import BlockHash
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
-from kvist.kv.memory import KVMemory
+from kvist.kv.memory import KVMemory, MemoryAccount
 from kvist.kv.pool import RefCounts
-from kvist.kv.prefix import IndexListing, PrefixMatch
+from kvist.kv.prefix import IndexListing
 from kvist.kv.rings import ORDINARY_PRIORITY
 from kvist.kv.uses import UseListing
-from kvist.request import PrefixMiss
 from kvist.sched.preemption import Preemption
 
 
@@ -144,16 +143,23 @@ def _unhex(text: str) -> bytes:
 class KVView:
     """Asks `manager`; `now` is asked for the time of each question, so that claims end in time on an idle engine too."""
 
-    def __init__(self, manager: KVMemory, config: EngineConfig, preemptions: Callable[[], tuple[Preemption, ...]]) -> None:
+    def __init__(
+        self,
+        manager: KVMemory,
+        config: EngineConfig,
+        preemptions: Callable[[], tuple[Preemption, ...]],
+        account: Callable[[], MemoryAccount],
+    ) -> None:
         self._manager = manager
         self._config = config
         self._preemptions = preemptions
+        self._account = account
 
     def stats(self, now: float, salt: str | None) -> dict[str, Any]:
         """With any allocator; what only paged memory has is left out with the others."""
         manager, config = self._manager, self._config
         manager.advance(now)
-        usage = manager.usage()
+        usage, account = manager.usage(), self._account()
         told = {
             "kv_allocator": config.kv_allocator,
             "enable_prefix_caching": manager.enable_prefix_caching,
@@ -162,6 +168,11 @@ class KVView:
             "kv_groups": len(manager.spec.groups),
             "kv_format": manager.spec.kv_format,
             "pool": {"blocks": usage.total, "held": usage.live, "cached": usage.cached, "free": usage.free},
+            "bytes": account.bytes_by_kind,
+            "fragmentation": {
+                "internal": round(account.internal_fragmentation, 6),
+                "external": round(account.external_fragmentation, 6),
+            },
             "evictions": usage.evictions,
         }
         return told | self._paged_stats(manager, salt) if isinstance(manager, KVManager) else told
@@ -192,42 +203,26 @@ class KVView:
         uses = manager.keeper.uses.listing()
         return Blocks(manager.index.listing(), root, pool.ref_counts(), claimed, pinned, manager.spec.block_size, uses, now)
 
-    def explain(self, now: float, salt: str, token_ids: list[int], other_salt: str | None) -> dict[str, Any]:
-        """How much of a prompt would hit now, and why no more. `other_salt`: the same tenant's, to look there too. Raises
-        InvalidRequestError."""
+    def explain(self, now: float, salt: str, token_ids: list[int], plain_salt: str | None) -> dict[str, Any]:
+        """How much of a prompt would hit now, and why no more. `plain_salt`: the same caller's where it names none, to look there
+        too. Raises InvalidRequestError."""
         manager = self._manager
         manager.advance(now)
         if not token_ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
         size, limit = manager.spec.block_size, (len(token_ids) - 1) // manager.spec.block_size
         root, hashes = manager.hashes_of(token_ids, salt)
-        match, covered = manager.find(token_ids, salt)
-        miss = asdict(self._miss(root, token_ids, hashes, match, covered))
-        if miss["reason"] in ("never_seen", "not_found") and other_salt is not None:
-            # The prompt's own salt again reaches no further.
-            reach = manager.find(token_ids, other_salt)[0].num_tokens
-            if reach > match.num_tokens:
-                miss = {"reason": "other_salt", "position": match.num_tokens, "would_hit": reach}
+        found = manager.find(token_ids, salt).num_tokens
+        on_disk = max(0, self._on_disk(manager, hashes, limit) - found)
+        miss = asdict(manager.explain(token_ids, salt, found + on_disk, plain_salt))
         nearest = manager.keeper.nearest(root, token_ids, hashes, size) if isinstance(manager, KVManager) else None
         return {
             "prompt_tokens": len(token_ids),
-            "hit_tokens": {"device": match.num_tokens, "disk": max(0, self._on_disk(manager, hashes, limit) - match.num_tokens)},
+            "hit_tokens": {"device": found, "disk": on_disk},
             "block_size": size,
             "miss": {name: _round(value) for name, value in miss.items() if value is not None},
             "nearest": None if nearest is None else asdict(nearest),
         }
-
-    def _miss(
-        self, root: BlockHash, token_ids: list[int], hashes: list[BlockHash], match: PrefixMatch, covered: PrefixMiss | None
-    ) -> PrefixMiss:
-        manager, size = self._manager, self._manager.spec.block_size
-        if not manager.enable_prefix_caching:
-            return PrefixMiss("caching_off", 0)
-        if covered is not None:
-            return covered
-        if isinstance(manager, KVManager):
-            return manager.keeper.explain(root, token_ids, hashes, match.num_tokens, size)
-        return PrefixMiss("not_found" if manager.usage().evictions else "never_seen", match.num_tokens)
 
     def pin(self, now: float, salt: str, token_ids: list[int], hints: KVHints | None) -> dict[str, Any]:
         """Claim what is cached of a prompt's whole blocks; `hints` None withdraws. Raises InvalidRequestError."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from kvist.config import DTYPES, EngineConfig, EngineOptions, ModelConfig, check_options, describe_pool, resolve
+from kvist.config import DTYPES, KV_FORMATS, EngineConfig, EngineOptions, ModelConfig, check_options, describe_pool, resolve
 from kvist.engine.kernels import select_ops
 from kvist.engine.memory import make_memory
 from kvist.engine.runner import ForwardModel
@@ -110,10 +110,10 @@ def assemble(
 ) -> Loaded:
     """Size the pool, and bind the model to it. Raises ConfigError and ModelFormatError."""
     formats = "+".join(sorted({linear.format for linear in packed.linears.values()}))
-    profile = f"{ops.profile}/{formats}/{options.kv_cache_dtype}"
+    profiles = {kv_format: f"{ops.profile}/{formats}/{kv_format}" for kv_format in KV_FORMATS}
+    profile = profiles[options.kv_cache_dtype]
     config = resolve(options, packed.config, isa=ops.isa, profile=profile, num_threads=ops.num_threads)
-    key = make_key(packed.key, config.profile)
-    memory = make_memory(config, key)
+    memory = make_memory(config, {kv_format: make_key(packed.key, profile) for kv_format, profile in profiles.items()})
     done("pool")
     model = build_model(
         packed.config, packed.linears, packed.vectors, ops, memory.arena.blocks, config.spec, max_model_len=config.effective_max_len

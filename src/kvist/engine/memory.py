@@ -6,6 +6,7 @@ Knows no model and no request. Invariant: every id that the decider can hand out
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvist.config import EngineConfig
@@ -20,14 +21,15 @@ class Memory:
     arena: Arena
 
 
-def make_memory(config: EngineConfig, key: bytes) -> Memory:
-    """The memory that `config.kv_allocator` names. `key`: see `KVManager`. Raises ConfigError."""
+def make_memory(config: EngineConfig, keys: Mapping[str, bytes]) -> Memory:
+    """The memory that `config.kv_allocator` names. `keys`: by KV format, see `KVManager`. Raises ConfigError."""
     manager, num_ids = make_kv_memory(
         config.kv_allocator,
         config.spec,
         Sizes(config.num_kv_blocks, config.max_model_len, config.max_num_seqs, mmap.PAGESIZE),
         enable_prefix_caching=config.enable_prefix_caching,
-        key=key,
+        key=keys[config.spec.kv_format],
+        keys=keys,
         watermark=config.watermark,
         eviction_policy=config.eviction_policy,
         tiered=config.disk_tier is not None,

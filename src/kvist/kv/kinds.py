@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvist.kv.contiguous import ContiguousSpans
@@ -29,6 +30,7 @@ def make_kv_memory(
     *,
     enable_prefix_caching: bool = True,
     key: bytes = b"",
+    keys: Mapping[str, bytes] | None = None,
     watermark: float = 0.01,
     eviction_policy: str = "density",
     pin_budget: float = 0.25,
@@ -36,13 +38,14 @@ def make_kv_memory(
     tiered: bool = False,
 ) -> tuple[KVMemory, int]:
     """The memory, and how many block ids it hands out (so many blocks an arena must have). `key`, and for paged blocks
-    `eviction_policy`, the budgets and `tiered`: see `KVManager`."""
+    `keys`, `eviction_policy`, the budgets and `tiered`: see `KVManager`."""
     if allocator == "paged":
         paged = KVManager(
             spec,
             sizes.num_blocks,
             enable_prefix_caching=enable_prefix_caching,
             key=key,
+            keys=keys,
             watermark=watermark,
             eviction_policy=eviction_policy,
             tiered=tiered,

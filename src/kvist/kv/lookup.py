@@ -35,10 +35,9 @@ class Lookup:
         rest = token_ids(match.num_tokens, self._rest_end(match, num_tokens))
         return self._trails.extend(match, root, hashes, rest)
 
-    def find_all(self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: list[int]) -> tuple[PrefixMatch, PrefixMiss | None]:
-        """What a prompt finds, and why no more if that is all of its whole blocks."""
-        match = self.find(root, hashes, len(token_ids), lambda start, stop: token_ids[start:stop])
-        return match, self.covered(match, len(token_ids))
+    def find_all(self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: list[int]) -> PrefixMatch:
+        """What a prompt finds."""
+        return self.find(root, hashes, len(token_ids), lambda start, stop: token_ids[start:stop])
 
     def _rest_end(self, match: PrefixMatch, num_tokens: int) -> int:
         """The end of what could be copied behind a hit of whole blocks: less than a block, and not the last token."""
@@ -74,10 +73,10 @@ class Lookup:
             return PrefixMiss("caching_off", 0)
         if request.wants_prompt_logprobs:
             return PrefixMiss("prompt_logprobs", 0)
-        return self.covered(match, request.num_prompt_tokens)
+        return self.covered(match.num_tokens, request.num_prompt_tokens)
 
-    def covered(self, match: PrefixMatch, num_prompt_tokens: int) -> PrefixMiss | None:
+    def covered(self, num_found: int, num_prompt_tokens: int) -> PrefixMiss | None:
         """Why a hit that covers all whole blocks of a prompt covers no more; None of a shorter one."""
-        if match.num_tokens < (num_prompt_tokens - 1) // self._block_size * self._block_size:
+        if num_found < (num_prompt_tokens - 1) // self._block_size * self._block_size:
             return None
-        return PrefixMiss("last_token" if match.num_tokens >= num_prompt_tokens - 1 else "partial_block", match.num_tokens)
+        return PrefixMiss("last_token" if num_found >= num_prompt_tokens - 1 else "partial_block", num_found)

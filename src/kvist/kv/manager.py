@@ -15,7 +15,7 @@ the memo of hashes. Invariants, besides those of pool and index:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
@@ -23,6 +23,7 @@ from kvist.errors import InvalidRequestError
 from kvist.kv.allocators import Allocator, PagedAllocator, blocks_to_admit, tails_first
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.copies import Copies
+from kvist.kv.explain import Explainer, roots_elsewhere
 from kvist.kv.keeper import Keeper
 from kvist.kv.lookup import Lookup
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
@@ -48,10 +49,9 @@ class _Record(Record):
 
 class KVManager:
     """`key` names everything but tokens, salt, format and block size that changes KV bytes: the model and the numeric profile
-    (see `block.make_key`). `watermark` is the share of the pool that admission leaves free; `eviction_policy` is one of
-    `eviction.POLICIES`; `pin_budget` is the share of the pool that may be pinned, `priority_budget` that which priorities above the
-    ordinary one may hold. `tiered`: there is a tier behind the device,
-    and `tier` holds its books."""
+    (see `block.make_key`); `keys` is the same by KV format. `watermark` is the share of the pool that admission leaves free;
+    `eviction_policy` is one of `eviction.POLICIES`; `pin_budget` is the share of the pool that may be pinned, `priority_budget`
+    that which priorities above the ordinary one may hold. `tiered`: there is a tier behind the device, and `tier` has its books."""
 
     shares_in_place = True
 
@@ -62,6 +62,7 @@ class KVManager:
         *,
         enable_prefix_caching: bool = True,
         key: bytes = b"",
+        keys: Mapping[str, bytes] | None = None,
         watermark: float = 0.01,
         tiered: bool = False,
         eviction_policy: str = "density",
@@ -91,6 +92,9 @@ class KVManager:
         self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
         self._restores = None if self.tier is None else Restores(self.tier, self.keeper, self.index)
+        recall = partial(self.keeper.explain, block_size=spec.block_size)
+        on_disk = () if self.tier is None else self.tier.names
+        self._explainer = Explainer(self, self._lookup, recall, on_disk, roots_elsewhere(spec, keys or {}))
 
     # Queries
 
@@ -127,10 +131,10 @@ class KVManager:
 
     def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
         """Why `match` covers no more of the prompt."""
-        if (plain := self._lookup.plain_miss(request, match, caching=self.enable_prefix_caching)) is not None:
-            return plain
-        record = self._records[request.request_id]
-        return self.keeper.explain(record.root, request.prompt_token_ids, record.hashes, match.num_tokens, self._block_size)
+        return self._explainer.of_request(request, self._records[request.request_id], match)
+
+    def explain(self, token_ids: list[int], salt: str, position: int, plain_salt: str | None) -> PrefixMiss:
+        return self._explainer.of_prompt(token_ids, salt, position, plain_salt)
 
     def no_match(self) -> PrefixMatch:
         return no_match(self._num_groups)
@@ -155,8 +159,8 @@ class KVManager:
         """Root and names of the whole blocks of a prompt."""
         return (root := self._root(salt)), prompt_hashes(root, token_ids, self._block_size)
 
-    def find(self, token_ids: list[int], salt: str) -> tuple[PrefixMatch, PrefixMiss | None]:
-        """What a prompt would find now, and why no more if that is all of its whole blocks."""
+    def find(self, token_ids: list[int], salt: str) -> PrefixMatch:
+        """What a prompt would find now."""
         root, hashes = self.hashes_of(token_ids, salt)
         return self._lookup.find_all(root, hashes, token_ids)
 

@@ -148,8 +148,12 @@ class KVMemory(Protocol):
     def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
         """Root and names of the whole blocks of a prompt."""
 
-    def find(self, token_ids: list[int], salt: str) -> tuple[PrefixMatch, PrefixMiss | None]:
-        """What a prompt would find now, and why no more if that is all of its whole blocks."""
+    def find(self, token_ids: list[int], salt: str) -> PrefixMatch:
+        """What a prompt would find now."""
+
+    def explain(self, token_ids: list[int], salt: str, position: int, plain_salt: str | None) -> PrefixMiss:
+        """Why a prompt finds no more than is before `position`. `plain_salt`: of the same owner's prefixes where it asks for
+        no salt; it is looked for there too."""
 
     def match(self, request: Request) -> PrefixMatch: ...
 

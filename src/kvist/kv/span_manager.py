@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvist.errors import InvalidRequestError
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
+from kvist.kv.explain import Explainer
 from kvist.kv.lookup import Lookup
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, require_a_token
 from kvist.kv.names import Record, empty_tables, no_match
@@ -59,6 +60,7 @@ class SpanManager:
         self.index = PrefixIndex(num_found, self._windows, spec.block_size)
         self._trails = Trails(num_found, spec.block_size, self.index)
         self._lookup = Lookup(self.index, self._trails if spec.copies_beginnings else None, spec.block_size)
+        self._explainer = Explainer(self, self._lookup, self._recall)
         self._records: dict[str, _Record] = {}
         self._copies: list[tuple[int, int]] = []
         self._evictions = 0
@@ -88,7 +90,7 @@ class SpanManager:
         root = root_hash(self._key, self.spec.kv_format, self._block_size, salt)
         return root, prompt_hashes(root, token_ids, self._block_size)
 
-    def find(self, token_ids: list[int], salt: str) -> tuple[PrefixMatch, PrefixMiss | None]:
+    def find(self, token_ids: list[int], salt: str) -> PrefixMatch:
         root, hashes = self.hashes_of(token_ids, salt)
         return self._lookup.find_all(root, hashes, token_ids)
 
@@ -107,8 +109,10 @@ class SpanManager:
         return self._lookup.is_being_computed(request, match, running, self._records)
 
     def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
-        plain = self._lookup.plain_miss(request, match, caching=self.enable_prefix_caching)
-        return plain or PrefixMiss("not_found" if self._evictions else "never_seen", match.num_tokens)
+        return self._explainer.of_request(request, self._records[request.request_id], match)
+
+    def explain(self, token_ids: list[int], salt: str, position: int, plain_salt: str | None) -> PrefixMiss:
+        return self._explainer.of_prompt(token_ids, salt, position, plain_salt)
 
     def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
         sources = self._sources(match)
@@ -247,6 +251,10 @@ class SpanManager:
         self._forget(span, keep=(0, 0))
 
     # Helpers
+
+    def _recall(self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], position: int) -> PrefixMiss:
+        """What was given up is not remembered."""
+        return PrefixMiss("not_found" if self._evictions else "never_seen", position)
 
     def _sources(self, match: PrefixMatch) -> tuple[int, ...]:
         """The blocks that a hit is copied from."""

@@ -179,6 +179,11 @@ class TierDecider:
         return Restore(found_tokens, length * index.block_size, tuple(missing), root, parents)
 
     @property
+    def names(self) -> Sequence[Container[BlockHash]]:
+        """Per group, what the tier has."""
+        return self._present
+
+    @property
     def is_empty(self) -> bool:
         return not any(self._present)
 

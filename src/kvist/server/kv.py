@@ -110,7 +110,7 @@ async def explain(request: Request) -> Response:
     body = await read_body(request, state.options.max_body_bytes, partial(parse_request, PromptRequest))
     token_ids = await _token_ids(state, body)
     salt, plain = salt_of(request, body.cache_salt), salt_of(request, None)
-    return JSONResponse(await state.engine.ask_kv("explain", salt=salt, token_ids=token_ids, other_salt=plain))
+    return JSONResponse(await state.engine.ask_kv("explain", salt=salt, token_ids=token_ids, plain_salt=plain))
 
 
 @router.post("/pin")
