@@ -20,6 +20,7 @@ from kvist.config import KV_ALLOCATORS
 from kvist.engine.engine import Engine
 from kvist.kv.contiguous import ContiguousSpans
 from kvist.kv.manager import KVManager
+from kvist.kv.memory import MemoryPlan
 from kvist.kv.span_manager import SpanManager
 from kvist.kv.virtual import VirtualSpans
 from kvist.request import SamplingParams
@@ -140,8 +141,10 @@ def test_a_step_that_runs_out_of_memory_ends_what_ran_in_it(part: str) -> None:
         elif part == "forward":
             engine.runner = replace(runner, model=Stand(runner.model, "forward", failing(runner.model.forward)))  # type: ignore[arg-type]
         elif part == "draw":
-            engine._draw = failing(engine._draw)  # type: ignore[method-assign]
+            engine._drawing.draw = failing(engine._drawing.draw)  # type: ignore[method-assign]
         else:
+            # A plan in each step, if an empty one.
+            engine.manager.take_plan = lambda take=engine.manager.take_plan: take() or MemoryPlan()  # type: ignore[method-assign, misc]
             engine._loaded = replace(loaded, arena=Stand(loaded.arena, "copy", failing(loaded.arena.copy)))  # type: ignore[arg-type]
         engine.add_request("a", PROMPTS["a"], GREEDY)
         engine.add_request("b", PROMPTS["b"], GREEDY)

@@ -6,6 +6,8 @@ import random
 from array import array
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvist.engine.batch import TABLE_STEP, BatchBuilder
 from kvist.kernels.ops import ForwardBatch
@@ -80,6 +82,16 @@ def test_a_step_of_the_same_shape_gets_the_same_arrays_with_its_own_numbers():
         first = other
 
 
+def assert_same(one: ForwardBatch, other: ForwardBatch, items: list[ScheduledRequest]) -> None:
+    """Padding of the tables may differ: it is never read."""
+    for field in ("token_ids", "positions", "query_start_loc", "seq_lens", "logit_rows"):
+        assert getattr(one, field).tolist() == getattr(other, field).tolist()
+    assert [group.block_table.shape for group in one.groups] == [group.block_table.shape for group in other.groups]
+    lengths = [len(item.block_tables[0]) for item in items]
+    assert tables(one, *lengths) == tables(other, *lengths) == [[item.block_tables[g].tolist() for item in items] for g in (0, 1)]
+    assert [g.slot_mapping.tolist() for g in one.groups] == [g.slot_mapping.tolist() for g in other.groups]
+
+
 def test_built_again_and_again_as_built_alone():
     """Random steps through one builder, and each through one of its own."""
     rng, builder = random.Random(3), BatchBuilder(16, 2)
@@ -92,11 +104,35 @@ def test_built_again_and_again_as_built_alone():
             items.append(
                 scheduled(name, [rng.randrange(9) for _ in range(count)], start, *ids)._replace(samples=rng.random() < 0.8)
             )
-        one, other = builder.build(items), BatchBuilder(16, 2).build(items)
-        for field in ("token_ids", "positions", "query_start_loc", "seq_lens", "logit_rows"):
-            assert getattr(one, field).tolist() == getattr(other, field).tolist()
-        lengths = [len(item.block_tables[0]) for item in items]
-        assert (
-            tables(one, *lengths) == tables(other, *lengths) == [[item.block_tables[g].tolist() for item in items] for g in (0, 1)]
-        )
-        assert [g.slot_mapping.tolist() for g in one.groups] == [g.slot_mapping.tolist() for g in other.groups]
+        assert_same(builder.build(items), BatchBuilder(16, 2).build(items), items)
+
+
+STEPS = st.lists(st.sampled_from(["go on", "go on", "go on", "join", "leave", "longer", "chunk", "no sample", "copy"]), max_size=40)
+
+
+@given(STEPS, st.integers(0, 2**32))
+def test_steps_that_go_on_are_as_built_alone(steps: list[str], seed: int):
+    """Requests that decode get a row each from step to step, some at the end of a block; others come, go, take a chunk, are not
+    drawn from, or have their last block copied."""
+    rng, builder = random.Random(seed), BatchBuilder(16, 2)
+    lengths: dict[str, int] = {}
+    blocks: dict[str, tuple[array[int], array[int]]] = {}
+    for number, step in enumerate(["join", *steps]):
+        if step == "join":
+            lengths[f"r{number}"], blocks[f"r{number}"] = rng.randrange(260), (array("i"), array("i"))
+        elif step == "leave" and len(lengths) > 1:
+            del lengths[rng.choice(list(lengths))]
+        elif step == "longer":
+            lengths[rng.choice(list(lengths))] += rng.randrange(200)
+        elif step == "copy":
+            for table in blocks[rng.choice(list(lengths))]:
+                table[-1:] = array("i", [rng.randrange(99)])
+        items = []
+        for place, (name, start) in enumerate(lengths.items()):
+            rows = 5 if step == "chunk" and place == 0 else 1
+            lengths[name] = start + rows
+            for table in blocks[name]:
+                table.extend(rng.randrange(99) for _ in range(-(-(start + rows) // 16) - len(table)))
+            samples = not (step == "no sample" and place == 0)
+            items.append(ScheduledRequest(name, [rng.randrange(99) for _ in range(rows)], start, blocks[name], samples))
+        assert_same(builder.build(items), BatchBuilder(16, 2).build(items), items)

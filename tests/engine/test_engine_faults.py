@@ -153,7 +153,7 @@ class Broken:
         return getattr(self.inner, name)
 
 
-@pytest.mark.parametrize(("method", "at", "tokens"), [("push", 1, 0), ("push", 5, 4), ("finish", 1, 11)])
+@pytest.mark.parametrize(("method", "at", "tokens"), [("push_token", 1, 0), ("push_token", 5, 4), ("finish", 1, 11)])
 def test_a_fault_in_the_text_of_one_request_ends_that_one_only(method, at, tokens, caplog):
     engine = tiny_engine()
     engine.add_request("a", PROMPT, greedy(ignore_eos=True))

@@ -18,6 +18,9 @@ class ByteTokenizer:
 
     info = SimpleNamespace(strips_leading_space=False)
 
+    def __init__(self) -> None:
+        self.texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
+
     def join_bytes(self, ids: Any, *, skip_special_tokens: bool) -> bytes:
         return bytes(ids)
 

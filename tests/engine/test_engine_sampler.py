@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from helpers.machines import ISAS, make_ops
 from kvist.engine import sampler
-from kvist.engine.sampler import Sampled, Sampler, SamplingState, TokenCounts
+from kvist.engine.sampler import Failure, Sampler, SamplingState, TokenCounts
 from kvist.errors import EngineError
 from kvist.kernels.reference_sampling import random_share
 from kvist.request import Request, SamplingParams, TokenLogprob
@@ -25,10 +26,28 @@ def state(params: SamplingParams, *, prompt=(0,), output=(), seed=0, choice=0, e
     return SamplingState.of(request, vocab)
 
 
+class Sampled(NamedTuple):
+    """A row's draw, and what was noted of it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+
+
+def draw_all(one: Sampler, logits: np.ndarray, states: list[SamplingState]) -> list[Sampled]:
+    token_ids, notes = one.sample(logits, states)
+    assert notes.keys() <= set(range(len(token_ids)))
+    drawn = []
+    for row, token_id in enumerate(token_ids):
+        note = notes.get(row)
+        drawn.append(Sampled(0, error=note.reason) if isinstance(note, Failure) else Sampled(token_id, note))
+    return drawn
+
+
 def sample(rows, states: list[SamplingState]) -> list[Sampled]:
     """What all builds give alike."""
     logits = np.asarray(rows, np.float32)
-    first, *others = [Sampler(make_ops(isa)).sample(logits, states) for isa in ISAS]
+    first, *others = [draw_all(Sampler(make_ops(isa)), logits, states) for isa in ISAS]
     for other in others:
         assert other == first
     return first
@@ -298,7 +317,7 @@ def test_what_is_kept_from_step_to_step_changes_no_draw(seed, companies):
         for _ in range(int(rng.integers(1, 4))):
             together = [states[i] for i in sorted(company)]
             drawn = sample(logits, together)
-            assert all(one.sample(logits, together) == drawn for one in kept.values())
+            assert all(draw_all(one, logits, together) == drawn for one in kept.values())
             for one, token in zip(together, drawn, strict=True):
                 if token.error is None:
                     one.request.output_token_ids.append(token.token_id)

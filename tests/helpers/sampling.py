@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvist.kernels.ops import F32, Ops
-from kvist.kernels.sampling import ROW, SHARE_BITS, U32, Adjustment, Drawn
+from kvist.kernels.sampling import ROW, SHARE_BITS, U32, Adjustment
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,13 @@ def batch_of(rows: list[Any], adjustments: Mapping[int, Adjustment] | None = Non
     return SampleBatch(np.array(rows, ROW), dict(adjustments or {}))
 
 
-def sample(ops: Ops, logits: F32, batch: SampleBatch) -> Drawn:
-    return ops.sample(logits, ops.bind_sampling(batch.rows), batch.adjustments)
+class Draws(NamedTuple):
+    token_ids: list[int]
+    outcomes: list[int]
+
+
+def sample(ops: Ops, logits: F32, batch: SampleBatch) -> Draws:
+    return Draws(*ops.sample(logits, ops.bind_sampling(batch.rows), batch.adjustments))
 
 
 def draw(ops: Ops, logits: Any, row: Any, change: Adjustment | None = None) -> int:

@@ -170,17 +170,17 @@ class TracingRunner:
 
     def forward(self, output: Any) -> Any:
         self.trace.steps.append([len(item.token_ids) for item in output.scheduled])
-        result = self.inner.forward(output)
+        batch, logits = self.inner.forward(output)
         items = [item for item in output.scheduled if item.samples]
         drawn = [
             ((name, item.start + len(item.token_ids) - 1), row)
-            for item, row in zip(items, result.logits, strict=True)
+            for item, row in zip(items, logits, strict=True)
             for name in (item.request_id, *item.forks)
         ]
         for key, row in drawn:
             bits = np.ascontiguousarray(row).tobytes()
             assert self.trace.rows.setdefault(key, bits) == bits, "one row, computed again, has other bits"
-        return result
+        return batch, logits
 
     def prompt_logits(self, output: Any, batch: Any) -> Any:
         return self.inner.prompt_logits(output, batch)

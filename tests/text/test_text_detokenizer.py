@@ -113,6 +113,9 @@ def test_portions_do_not_matter(data: st.DataObject, which: int, skip: bool, con
     shown = "".join(detokenizer.push(portion) for portion in portions(ids, cuts)) + detokenizer.finish()
     assert shown == whole_text(tokenizer, ids, skip, continues)
     assert tokenizer.decode(ids, skip_special_tokens=skip, continues=continues).startswith(shown)
+    for _ in range(2):  # the second finds what the first has kept
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, continues=continues)
+        assert "".join(map(detokenizer.push_token, ids)) + detokenizer.finish() == shown
 
 
 @given(st.text(), st.lists(st.integers(0, 30), max_size=6))

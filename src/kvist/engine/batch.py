@@ -3,8 +3,10 @@
 It decides nothing and touches no logits. Invariants: sequence s of the batch is `scheduled[s]`, its rows in order of position;
 block tables are copied (the manager's own may grow in the next step); padding is some block or other and is never read.
 
-After a forward pass the processor's caches hold weights, so that each small array costs microseconds to make. A step of the same
-shape as the last one (the usual case while requests decode) therefore gets the same batch again, with new numbers in its arrays.
+After a forward pass the processor's caches hold weights, so that each small array or list costs microseconds to make. A step of
+the same shape as the last one therefore gets the same batch again, with new numbers in its arrays; and where each request has one
+row and a token is drawn from each (the usual case while requests decode) the numbers go straight there. What a step becomes does
+not depend on the steps before.
 """
 
 from __future__ import annotations
@@ -26,11 +28,36 @@ class BatchBuilder:
 
     def __init__(self, block_size: int, num_groups: int) -> None:
         self._block_size, self._num_groups = block_size, num_groups
-        self._shape = (1, 1, 1, TABLE_STEP)
-        self._memory = _Memory(self._shape, num_groups)
+        self._memory: _Memory | None = None
+        """What the last step was written to."""
 
     def build(self, scheduled: Sequence[ScheduledRequest]) -> ForwardBatch:
         """The step's rows, in the scheduler's order. `scheduled` is not empty."""
+        count, memory = len(scheduled), self._memory
+        if memory is None or memory.shape[:3] != (count, count, count) or not self._write_single_rows(scheduled, memory):
+            memory = self._write_any(scheduled)
+        return memory.batch
+
+    def _write_single_rows(self, scheduled: Sequence[ScheduledRequest], memory: _Memory) -> bool:
+        """False, and numbers of no meaning in `memory`, unless its shape is the step's: one row a request, and logits of each."""
+        count, width, numbers, block_size = len(scheduled), memory.shape[3], memory.together, self._block_size
+        longest = 0
+        for index, item in enumerate(scheduled):
+            token_ids, start, block_tables = item.token_ids, item.start, item.block_tables
+            blocks = len(block_tables[0])
+            if len(token_ids) != 1 or not item.samples or blocks > width:
+                return False
+            longest = max(longest, blocks)
+            numbers[index] = token_ids[0]
+            numbers[count + index] = start
+            numbers[3 * count + 1 + index] = start + 1
+            for own, (table, slots) in zip(block_tables, memory.groups, strict=True):
+                table[index * width : index * width + blocks] = own
+                slots[index] = own[start // block_size] * block_size + start % block_size
+        return longest > width - TABLE_STEP
+
+    def _write_any(self, scheduled: Sequence[ScheduledRequest]) -> _Memory:
+        """The definition; `_write_single_rows` gives the same for the steps that it takes."""
         token_ids: list[int] = []
         positions: list[int] = []
         query_start_loc, seq_lens, logit_rows = [0], [], []
@@ -46,9 +73,9 @@ class BatchBuilder:
                 logit_rows.append(len(token_ids) - 1)
         width = -(-longest // TABLE_STEP) * TABLE_STEP
         shape = (len(token_ids), len(seq_lens), len(logit_rows), width)
-        if shape != self._shape:
-            self._shape, self._memory = shape, _Memory(shape, self._num_groups)
         memory = self._memory
+        if memory is None or memory.shape != shape:
+            memory = self._memory = _Memory(shape, self._num_groups)
         memory.together[:] = array("i", token_ids + positions + query_start_loc + seq_lens + logit_rows)
         for group, (table, slots) in enumerate(memory.groups):
             rows: list[int] = []
@@ -57,13 +84,14 @@ class BatchBuilder:
                 table[index * width : index * width + len(own)] = own
                 _append_slots(rows, own, item.start, seq_lens[index], self._block_size)
             slots[:] = array("q", rows)
-        return memory.batch
+        return memory
 
 
 class _Memory:
     """The numbers of one shape of batch (rows, sequences, rows with logits, table width), and the batch that is made of them."""
 
     def __init__(self, shape: tuple[int, int, int, int], num_groups: int) -> None:
+        self.shape = shape
         rows, sequences, wanted, width = shape
         self.together = array("i", bytes(4 * (2 * rows + 2 * sequences + 1 + wanted)))
         self.groups = [(array("i", bytes(4 * sequences * width)), array("q", bytes(8 * rows))) for _ in range(num_groups)]

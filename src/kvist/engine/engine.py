@@ -14,24 +14,22 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
 from kvist.engine.batch import BatchBuilder
 from kvist.engine.constraints import Constraint, Masks
+from kvist.engine.drawing import Choice, Drawing
 from kvist.engine.kv_view import KVView
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
-from kvist.engine.runner import PromptLogits, Runner
-from kvist.engine.sampler import Sampled, Sampler, SamplingState, failure, score
+from kvist.engine.runner import Runner
+from kvist.engine.sampler import Failure, Note, SamplingState, failure
 from kvist.engine.snapshot import Counters, EngineSnapshot
 from kvist.errors import InvalidRequestError
-from kvist.kernels.ops import F32, ForwardBatch
 from kvist.kv.hints import KVHints
+from kvist.kv.memory import NO_PLAN
 from kvist.request import (
     STRUCTURED_OUTPUTS,
     FinishReason,
@@ -39,6 +37,7 @@ from kvist.request import (
     Request,
     SamplingParams,
     StructuredOutputsParams,
+    TokenLogprob,
     prompt_sources,
 )
 from kvist.sched.output import SchedulerOutput
@@ -47,16 +46,6 @@ from kvist.text.grammar import Grammar, GrammarCompiler
 
 FULLY_CHECKED_BLOCKS = 4096
 """A full check walks the pool; of a larger one only the count of free blocks is checked, so that the next request need not wait."""
-
-
-@dataclass
-class _Choice:
-    """What the engine keeps of one running choice."""
-
-    request: Request
-    output: ChoiceOutput
-    sampling: SamplingState
-    constraint: Constraint | None
 
 
 class Engine:
@@ -82,12 +71,12 @@ class Engine:
         self._tiers = loaded.tiers
         self._eos = self.tokenizer.eos_token_ids | set(config.model.eos_token_ids)
         self.grammars = GrammarCompiler(self.tokenizer, config.model.vocab_size, self._eos)
-        self._sampler = Sampler(loaded.ops)
-        self._masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
         self._clock = clock
         self.kv = KVView(self.manager, config, self.scheduler.preemptions, self.scheduler.account)
         self._seeds = random.Random(config.seed)
-        self._choices: dict[str, _Choice] = {}
+        self._choices: dict[str, Choice] = {}
+        masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
+        self._drawing = Drawing(loaded.ops, masks, self._choices)
         self._requests: dict[str, set[str]] = {}
         self._pending: list[OutputDelta] = []
         self._counters = Counters()
@@ -126,7 +115,7 @@ class Engine:
         arrival = self._clock() if arrival_time is None else arrival_time
         grammar = grammar or self.compile_form(params)
         prompt = list(prompt_token_ids)
-        choices: dict[str, _Choice] = {}
+        choices: dict[str, Choice] = {}
         for index in range(params.n):
             request = Request(
                 request_id=f"{request_id}#{index}",
@@ -145,7 +134,7 @@ class Engine:
             output = ChoiceOutput.of(request_id, request, self.tokenizer)
             sampling = SamplingState.of(request, self.config.model.vocab_size)
             constraint = None if grammar is None else Constraint(grammar, request)
-            choices[request.request_id] = _Choice(request, output, sampling, constraint)
+            choices[request.request_id] = Choice(request, output, sampling, constraint)
         try:
             for choice in choices.values():
                 self.scheduler.add(choice.request)
@@ -218,21 +207,22 @@ class Engine:
                 return deltas
             return deltas + self._fail(list(self._choices), "The scheduler found nothing that can run.")
         try:
-            self._loaded.arena.release(output.memory.releases)
-            self._loaded.arena.copy(output.memory.copies)
-            result = self.runner.forward(output)
-            drawn = self._draw(output, result.logits)
-            if any(item.prompt_logprobs_from is not None for item in output.scheduled):
-                drawn |= self._score_prompts(output, result.batch)
+            if output.memory is not NO_PLAN:
+                self._loaded.arena.release(output.memory.releases)
+                self._loaded.arena.copy(output.memory.copies)
+            batch, logits = self.runner.forward(output)
+            drawn, notes = self._drawing.draw(output, logits)
+            if output.scores_prompts:
+                notes |= self._drawing.score_prompts(self.runner.prompt_logits(output, batch))
         except Exception as error:
             counters.failed_steps += 1
             counters.failed_in_a_row += 1
             deltas += self._fail([item.request_id for item in output.scheduled], failure(error))
         else:
             counters.failed_in_a_row = 0
-            deltas += self._advance(output, drawn)
+            deltas += self._advance(output, drawn, notes)
         seconds = self._clock() - started
-        counters.count_step(seconds, output)
+        counters.note_step(seconds, output)
         if self._tiers is not None:
             self._tiers.send()
             self._tiers.measured(output.num_batched_tokens, seconds)
@@ -270,6 +260,7 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         stats, counters, account = self.scheduler.stats(), self._counters, self.scheduler.account()
+        counters.count_steps()
         kv = stats.kv
         return EngineSnapshot(
             num_running=stats.num_running,
@@ -297,75 +288,39 @@ class Engine:
             tier=None if self._tiers is None else self._tiers.snapshot(stats.num_swaps),
         )
 
-    def _score_prompts(self, output: SchedulerOutput, batch: ForwardBatch) -> dict[str, Sampled]:
-        """Fills in the prompt scores that the step's rows give; the requests for which that is impossible, and why."""
-        failed: dict[str, Sampled] = {}
-        for scored in self.runner.prompt_logits(output, batch):
-            try:
-                self._score_prompt(scored)
-            except Exception as error:
-                failed[scored.request_id] = Sampled.failed(error)
-        return failed
-
-    def _score_prompt(self, scored: PromptLogits) -> None:
-        """The row at position p scores the prompt token at p + 1; the first token has no score."""
-        choice = self._choices[scored.request_id]
-        prompt, scores = choice.request.prompt_token_ids, choice.output.prompt_logprobs
-        num_top = choice.request.sampling_params.prompt_logprobs
-        assert scores is not None
-        assert num_top is not None
-        end = min(scored.start + 1 + len(scored.logits), len(prompt))
-        missing = [position for position in range(scored.start + 1, end) if scores[position] is None]
-        rows, token_ids = [position - scored.start - 1 for position in missing], [prompt[position] for position in missing]
-        found = score(self._loaded.ops, scored.logits, rows, token_ids, [num_top] * len(missing))
-        for position, logprob in zip(missing, found, strict=True):
-            scores[position] = logprob
-
-    def _draw(self, output: SchedulerOutput, logits: F32) -> dict[str, Sampled]:
-        """A token for each request whose rows reach its end."""
-        sampling = [item for item in output.scheduled if item.samples]
-        if not sampling:
-            return {}
-        names = [name for item in sampling for name in (item.request_id, *item.forks)]
-        choices = [self._choices[name] for name in names]
-        if len(choices) > len(sampling):
-            logits = np.repeat(logits, [1 + len(item.forks) for item in sampling], axis=0)
-        constrained = [(choice.constraint, choice.sampling) for choice in choices if choice.constraint is not None]
-        if constrained:
-            self._masks.fill(constrained)
-        drawn = self._sampler.sample(logits, [choice.sampling for choice in choices])
-        return dict(zip(names, drawn, strict=True))
-
-    def _advance(self, output: SchedulerOutput, drawn: Mapping[str, Sampled]) -> list[OutputDelta]:
+    def _advance(self, output: SchedulerOutput, drawn: dict[str, int], notes: Mapping[str, Note]) -> list[OutputDelta]:
         started = self._clock()
-        self.scheduler.update(output, {choice_id: token.token_id for choice_id, token in drawn.items() if token.error is None})
+        if notes:
+            drawn = {name: token_id for name, token_id in drawn.items() if not isinstance(notes.get(name), Failure)}
+        self.scheduler.update(output, drawn)
         now, deltas = self._clock(), []
         self._counters.scheduler_seconds += now - started
-        for choice_id in (name for item in output.scheduled for name in (item.request_id, *item.forks)):
-            choice = self._choices[choice_id]
-            token = drawn.get(choice_id)
-            if token is None:
-                if choice.request.max_tokens or choice.request.num_computed_tokens < choice.request.num_tokens:
+        self._counters.generated_tokens += len(drawn)
+        for item in output.scheduled:
+            for choice_id in (item.request_id, *item.forks):
+                choice, note = self._choices[choice_id], notes.get(choice_id)
+                if choice_id in drawn:
+                    assert not isinstance(note, Failure)
+                    delta = self._push(choice, drawn[choice_id], note, now)
+                elif isinstance(note, Failure):
+                    delta = _refuse(choice, note.reason)
+                elif choice.request.max_tokens or choice.request.num_computed_tokens < choice.request.num_tokens:
                     continue
-                delta = self._last_delta(choice, "length")
-            elif token.error is not None:
-                delta = _refuse(choice, token.error)
-            else:
-                self._counters.generated_tokens += 1
-                delta = self._push(choice, token, now)
-            deltas.append(delta)
-            if delta.finish_reason is not None:
-                self._finish(choice_id, delta.finish_reason, delta.stop_reason)
+                else:
+                    delta = self._last_delta(choice, "length")
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    self._finish(choice_id, delta.finish_reason, delta.stop_reason)
         return deltas
 
-    def _push(self, choice: _Choice, token: Sampled, now: float) -> OutputDelta:
+    def _push(self, choice: Choice, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
         try:
-            complete = choice.constraint is not None and choice.constraint.accept(token.token_id)
-            return choice.output.push(token.token_id, token.logprob, now, complete=complete)
+            complete = choice.constraint is not None and choice.constraint.accept(token_id)
+            return choice.output.push(token_id, logprob, now, complete=complete)
         except Exception as error:
             return _refuse(choice, failure(error))
 
-    def _last_delta(self, choice: _Choice, reason: FinishReason) -> OutputDelta:
+    def _last_delta(self, choice: Choice, reason: FinishReason) -> OutputDelta:
         try:
             return choice.output.finish(reason)
         except Exception as error:
@@ -390,7 +345,7 @@ class Engine:
             del self._requests[user_id]
 
 
-def _refuse(choice: _Choice, error: str) -> OutputDelta:
+def _refuse(choice: Choice, error: str) -> OutputDelta:
     """The last delta of a choice that cannot go on; one that asked for what cannot be done hears of that."""
     if choice.constraint is not None and choice.constraint.error is not None:
         return choice.output.finish("error", choice.constraint.error, stop_reason=STRUCTURED_OUTPUTS)

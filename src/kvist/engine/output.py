@@ -26,6 +26,8 @@ class ChoiceOutput:
     detokenizer: IncrementalDetokenizer
     stop_checker: StopChecker
     prompt_logprobs: list[TokenLogprob | None] | None
+    ends: frozenset[int]
+    """Tokens that end the output."""
     first_token_time: float | None = None
     _first_delta: bool = field(default=True)
 
@@ -38,6 +40,7 @@ class ChoiceOutput:
             IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens),
             StopChecker(params.stop, params.include_stop_str_in_output),
             [None] * request.num_prompt_tokens if request.wants_prompt_logprobs else None,
+            frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else request.eos_token_ids),
         )
 
     def push(self, token_id: int, logprob: TokenLogprob | None, now: float, *, complete: bool = False) -> OutputDelta:
@@ -46,6 +49,8 @@ class ChoiceOutput:
         if self.first_token_time is None:
             self.first_token_time = now
         text, reason, stop_reason = self._advance(token_id, complete)
+        if reason is None and logprob is None and not self._first_delta:
+            return OutputDelta(self.user_request_id, self.request.choice, text, (token_id,))
         return self._delta(text, (token_id,), (logprob,) if logprob else None, reason, stop_reason)
 
     def tell(self, event: RequestEvent) -> OutputDelta:
@@ -60,13 +65,12 @@ class ChoiceOutput:
     def _advance(self, token_id: int, complete: bool) -> tuple[str, FinishReason | None, int | str | None]:
         request, params = self.request, self.request.sampling_params
         num_output = len(request.output_token_ids)
-        if num_output >= params.min_tokens:
-            if token_id in request.eos_token_ids and not params.ignore_eos:
-                return self._flush_before_stop("stop", None)
-            if token_id in params.stop_token_ids:
-                return self._flush_before_stop("stop", token_id)
-        text = self.detokenizer.push([token_id])
-        if num_output >= params.min_tokens:
+        may_stop = num_output >= params.min_tokens
+        if may_stop and token_id in self.ends:
+            is_eos = token_id in request.eos_token_ids and not params.ignore_eos
+            return self._flush_before_stop("stop", None if is_eos else token_id)
+        text = self.detokenizer.push_token(token_id)
+        if may_stop and params.stop:
             text, matched = self.stop_checker.push(text)
             if matched is not None:
                 return text, "stop", matched

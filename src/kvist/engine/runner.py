@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -43,22 +43,16 @@ class PromptLogits:
     logits: F32
 
 
-class StepResult(NamedTuple):
-    """`logits` [requests that sample, vocabulary], in the scheduler's order; a view that the next call of the runner overwrites."""
-
-    batch: ForwardBatch
-    logits: F32
-
-
 @dataclass(frozen=True)
 class Runner:
     model: ForwardModel
     batches: BatchBuilder
 
-    def forward(self, output: SchedulerOutput) -> StepResult:
-        """Compute the step's rows, and the logits of the last row of each request that samples."""
+    def forward(self, output: SchedulerOutput) -> tuple[ForwardBatch, F32]:
+        """Compute the step's rows. The batch, and logits [requests that sample, vocabulary] of the last row of each that samples,
+        in the scheduler's order: a view that the next call overwrites."""
         batch = self.batches.build(output.scheduled)
-        return StepResult(batch, self.model.forward(batch))
+        return batch, self.model.forward(batch)
 
     def prompt_logits(self, output: SchedulerOutput, batch: ForwardBatch) -> Iterator[PromptLogits]:
         """Logits of the prompt rows that are to be scored, at most LOGITS_SLICE rows at a time, of the `batch` computed last."""

@@ -13,7 +13,6 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -144,16 +143,19 @@ def _parameters(request: Request) -> tuple[int | float, ...] | None:
     return (request.seed & 2**64 - 1, request.choice, share, 1 / params.temperature, min_p_log, params.top_k, 0)
 
 
-class Sampled(NamedTuple):
-    """A drawn token; or, with `error`, the reason why none could be drawn (the token id is then meaningless)."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why no token could be drawn."""
 
-    token_id: int
-    logprob: TokenLogprob | None = None
-    error: str | None = None
+    reason: str
 
     @classmethod
-    def failed(cls, error: Exception) -> Sampled:
-        return cls(0, error=failure(error))
+    def of(cls, error: Exception) -> Failure:
+        return cls(failure(error))
+
+
+Note = TokenLogprob | Failure
+"""What there is to say of a draw besides its token."""
 
 
 def failure(error: Exception) -> str:
@@ -172,21 +174,23 @@ class Sampler:
         self._ops = ops
         self._plan: _Plan | None = None
 
-    def sample(self, logits: F32, states: list[SamplingState]) -> list[Sampled]:
-        """One token for each row of `logits` [rows, vocabulary]; row i belongs to states[i]. What fails one row leaves the
-        others."""
+    def sample(self, logits: F32, states: list[SamplingState]) -> tuple[list[int], dict[int, Note]]:
+        """A token for each row of `logits` [rows, vocabulary], and notes by row; row i belongs to states[i]. What fails one row
+        leaves the others; the token of a row that failed means nothing."""
         plan = self._plan
         if plan is None or states != plan.states:
             plan = self._plan = _Plan(self._ops, states)
-        adjustments, failed = plan.prepare()
-        drawn = self._ops.sample(logits, plan.sampling, adjustments)
-        if not (failed or plan.scored or any(drawn.outcomes)):
-            return list(map(Sampled, drawn.token_ids))
-        for row, outcome in enumerate(drawn.outcomes):
-            if outcome != DRAWN and row not in failed:
-                failed[row] = Sampled.failed(EngineError(REASONS[outcome]))
-        scores = self._score(logits, drawn.token_ids, {row: num_top for row, num_top in plan.scored.items() if row not in failed})
-        return [failed.get(row) or Sampled(token_id, scores.get(row)) for row, token_id in enumerate(drawn.token_ids)]
+        notes: dict[int, Note] = {}
+        adjustments = {} if plan.steady else plan.prepare(notes)
+        token_ids, outcomes = self._ops.sample(logits, plan.sampling, adjustments)
+        if any(outcomes):
+            for row, outcome in enumerate(outcomes):
+                if outcome != DRAWN and row not in notes:
+                    notes[row] = Failure.of(EngineError(REASONS[outcome]))
+        if plan.scored:
+            tops = {row: num_top for row, num_top in plan.scored.items() if row not in notes}
+            notes |= self._score(logits, token_ids, tops)
+        return token_ids, notes
 
     def _score(self, logits: F32, token_ids: list[int], tops: dict[int, int]) -> dict[int, TokenLogprob]:
         """By row, for the rows in `tops`."""
@@ -213,23 +217,24 @@ class _Plan:
                 self._random.append((row * WORDS_A_ROW + POSITION_WORD, state))
             if (num_top := state.request.sampling_params.logprobs) is not None:
                 self.scored[row] = num_top
+        self.steady = not (self._random or self._adjusted)
+        """No draw needs anything that another did not."""
         self.sampling = ops.bind_sampling(rows)
 
-    def prepare(self) -> tuple[dict[int, Adjustment], dict[int, Sampled]]:
-        """Move on to the next draw: what changes the rows' logits, and the rows that fail already here."""
+    def prepare(self, notes: dict[int, Note]) -> dict[int, Adjustment]:
+        """Move on to the next draw: what changes the rows' logits. Notes the rows that fail already here."""
         adjustments: dict[int, Adjustment] = {}
-        failed: dict[int, Sampled] = {}
         for word, state in self._random:
             self._words[word] = state.position
         for row, state in self._adjusted:
             try:
                 change = state.adjustment()
             except Exception as error:
-                failed[row] = Sampled.failed(error)
+                notes[row] = Failure.of(error)
             else:
                 if change is not None:
                     adjustments[row] = change
-        return adjustments, failed
+        return adjustments
 
 
 def score(ops: Ops, logits: F32, rows: Sequence[int], token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:

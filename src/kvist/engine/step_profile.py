@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.engine.engine import Engine
-from kvist.engine.runner import StepResult
 from kvist.errors import ConfigError
 from kvist.kernels.cost import Cost, cost_of
-from kvist.kernels.ops import ForwardBatch
+from kvist.kernels.ops import F32, ForwardBatch
 from kvist.kernels.program import Call
 from kvist.request import SamplingParams
 
@@ -88,15 +87,14 @@ class _TimedRunner(_Timed):
     times: npt.NDArray[np.int64]
     batch: Any
 
-    def forward(self, output: Any) -> StepResult:
+    def forward(self, output: Any) -> tuple[ForwardBatch, F32]:
         program = self._inner.model.program
         batch = self._inner.batches.build(output.scheduled)
         self._ends["batch"] = time.perf_counter_ns()
         logits, self.times = program.run_timed(batch)
         self.batch = batch
-        result = StepResult(batch, logits)
         self._ends["program"] = time.perf_counter_ns()
-        return result
+        return batch, logits
 
 
 def profile_step(engine: Engine, *, context: int = 64, steps: int = 64) -> StepProfile:

@@ -268,7 +268,8 @@ class CpuOps:
         if logits is not sampling.logits:
             sampling.native.bind_logits(logits)
             sampling.logits = logits
-        return Drawn(*sampling.native.draw())
+        drawn: Drawn = sampling.native.draw()
+        return drawn
 
     def _sample_adjusted(self, logits: F32, rows: npt.NDArray[Any], adjustments: Mapping[int, Adjustment]) -> Drawn:
         native = self._sampling(rows)
@@ -285,7 +286,8 @@ class CpuOps:
                 change.presence,
             )
         native.bind_logits(logits)
-        return Drawn(*native.draw())
+        drawn: Drawn = native.draw()
+        return drawn
 
     def _sampling(self, rows: npt.NDArray[Any]) -> Any:
         return self._module.Sampling(self._machine, rows.view(np.uint8).reshape(len(rows), ROW.itemsize))

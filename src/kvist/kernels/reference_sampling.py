@@ -142,7 +142,7 @@ def draw(logits: F32, row: Any) -> int:
 
 
 def sample(logits: F32, rows: npt.NDArray[Any], adjustments: Mapping[int, Adjustment]) -> Drawn:
-    drawn = Drawn([], [])
+    token_ids, outcomes = [], []
     for i, row in enumerate(rows):
         token_id, outcome = 0, NO_NUMBER
         ready = numbers(logits[i])
@@ -152,9 +152,9 @@ def sample(logits: F32, rows: npt.NDArray[Any], adjustments: Mapping[int, Adjust
             outcome = NONE_LEFT if ready.max() == -np.inf else DRAWN
         if outcome == DRAWN:
             token_id = draw(ready, row)
-        drawn.token_ids.append(token_id)
-        drawn.outcomes.append(outcome)
-    return drawn
+        token_ids.append(token_id)
+        outcomes.append(outcome)
+    return token_ids, outcomes
 
 
 def score(logits: F32, rows: I32, token_ids: I32, tops: I32) -> Scores:

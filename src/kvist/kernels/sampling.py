@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,11 +63,8 @@ class Adjustment:
     presence: float = 0.0
 
 
-class Drawn(NamedTuple):
-    """`outcomes[i]` says whether `token_ids[i]` is one."""
-
-    token_ids: list[int]
-    outcomes: list[int]
+Drawn = tuple[list[int], list[int]]
+"""A token id for each row, and for each an outcome, which says whether that is one."""
 
 
 @dataclass(frozen=True)

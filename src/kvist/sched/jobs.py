@@ -25,7 +25,9 @@ class Job:
 
     @property
     def pending(self) -> int:
-        return self.request.num_tokens - self.request.num_computed_tokens
+        """`num_tokens - num_computed_tokens`."""
+        request = self.request
+        return len(request.prompt_token_ids) + len(request.output_token_ids) - request.num_computed_tokens
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Step:
         self.start(job, job.request.num_prompt_tokens)
 
     def forks_of(self, source: Job) -> tuple[str, ...]:
-        return tuple(job.request.request_id for job, other in self.forks.items() if other is source) if self.forks else ()
+        return tuple(job.request.request_id for job, other in self.forks.items() if other is source)
 
     def give(self, job: Job, rows: int) -> None:
         self.rows[job] = rows
@@ -82,17 +84,11 @@ def lower(job: Job, rows: int, manager: KVMemory, forks: tuple[str, ...]) -> Sch
     start = request.num_computed_tokens
     stop = start + rows
     logprobs_from = None
-    if request.wants_prompt_logprobs and job.num_prompt_logprobs < min(stop, request.num_prompt_tokens):
+    if request.sampling_params.prompt_logprobs is not None and job.num_prompt_logprobs < min(stop, request.num_prompt_tokens):
         logprobs_from = max(start, job.num_prompt_logprobs)
-    return ScheduledRequest(
-        request_id=request.request_id,
-        token_ids=request.token_ids(start, stop),
-        start=start,
-        block_tables=manager.block_tables(request),
-        samples=stop == request.num_tokens and len(request.output_token_ids) < request.max_tokens,
-        prompt_logprobs_from=logprobs_from,
-        forks=forks,
-    )
+    samples = rows == job.pending and len(request.output_token_ids) < request.max_tokens
+    tables = manager.block_tables(request)
+    return ScheduledRequest(request.request_id, request.token_ids(start, stop), start, tables, samples, logprobs_from, forks)
 
 
 def source_of(job: Job, running: Iterable[Job]) -> Job | None:

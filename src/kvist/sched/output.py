@@ -59,6 +59,8 @@ class SchedulerOutput(NamedTuple):
     """To be carried out before the forward pass."""
     restores: tuple[TransferPlan, ...] = ()
     """Blocks to bring back from a tier, for requests that wait: a step may have nothing else."""
+    scores_prompts: bool = False
+    """Some of `scheduled` has `prompt_logprobs_from`."""
 
     @property
     def empty(self) -> bool:

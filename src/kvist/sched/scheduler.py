@@ -36,12 +36,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
-from kvist.errors import ContextLengthError
-from kvist.kv.memory import KVMemory, MemoryAccount
+from kvist.kv.memory import NO_PLAN, KVMemory, MemoryAccount
 from kvist.kv.prefix import PrefixMatch
 from kvist.request import FinishReason, PrefixMiss, Request, RequestStatus
 from kvist.sched.jobs import Job, Step, key_of, lower, source_of
-from kvist.sched.output import PreemptionRecord, SchedulerOutput, SchedulerStats, Totals
+from kvist.sched.limits import Limits
+from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput, SchedulerStats, Totals
 from kvist.sched.policy import Policy, PriorityThenArrival
 from kvist.sched.preemption import Preemption, PreemptionLog
 from kvist.sched.prefetch import DEPTH, Prefetcher
@@ -71,12 +71,12 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._use_cache = use_cache
         self._policy: Policy = policy or PriorityThenArrival()
-        self.max_model_len = max_model_len
-        self.pool_tokens = manager.max_request_tokens(max_model_len)
+        self._limits = Limits(max_model_len, manager.max_request_tokens(max_model_len))
         self._jobs: dict[str, Job] = {}
         self._running: list[Job] = []
         self._waiting: list[Job] = []
-        self._in_flight: dict[str, Job] = {}
+        self._in_flight: dict[Job, ScheduledRequest] = {}
+        """What the last step computes, until it has been updated."""
         self._prefetcher = prefetcher
         self._preemptions = PreemptionLog()
         self._newcomers: list[Job] = []
@@ -89,7 +89,7 @@ class Scheduler:
     @property
     def effective_max_tokens(self) -> int:
         """The most tokens, prompt and output together, of one request: what the model and the pool allow."""
-        return min(self.max_model_len, self.pool_tokens)
+        return self._limits.effective
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +111,7 @@ class Scheduler:
         assert request.request_id not in self._jobs, f"request {request.request_id} is known already"
         assert request.status is RequestStatus.WAITING, "a request is added once"
         assert request.prompt_token_ids, "a prompt has at least one token"
-        self._refuse_oversize(request)
+        self._limits.refuse_oversize(request)
         self._manager.add(request)
         job = Job(request, (self._policy.key(request), self._num_arrivals))
         self._num_arrivals += 1
@@ -132,7 +132,7 @@ class Scheduler:
         job = self._jobs.pop(request_id)
         queue = self._running if job.request.status is RequestStatus.RUNNING else self._waiting
         del queue[bisect_left(queue, job.key, key=key_of)]
-        self._in_flight.pop(request_id, None)
+        self._in_flight.pop(job, None)
         if not self._in_flight:
             self._manager.complete_plan()
         self._manager.free(job.request)
@@ -154,22 +154,31 @@ class Scheduler:
         step = Step(self._budget, now)
         if self._advance_running(step, one_row=True):
             self._advance_running(step, one_row=False)
-        obstacle = "blocks" if step.preempted else self._admit(step)
+        if self._waiting:
+            self._serve_waiting(step)
+        self._totals.num_stalls += step.stalled
+        scheduled, scores = self._in_flight, False
+        for job, rows in step.rows.items():
+            item = scheduled[job] = lower(job, rows, self._manager, step.forks_of(job) if step.forks else ())
+            scores |= item.prompt_logprobs_from is not None
+        return SchedulerOutput(
+            self._step,
+            tuple(scheduled.values()),
+            tuple(step.preempted),
+            self._budget - step.budget,
+            len(self._waiting),
+            tuple(step.events),
+            self._manager.take_plan(),
+            step.restores,
+            scores,
+        )
+
+    def _serve_waiting(self, step: Step) -> None:
+        obstacle = "blocks"
         if not step.preempted:
+            obstacle = self._admit(step)
             self._look_ahead([job for job in self._waiting[: DEPTH + len(step.forks)] if job not in step.forks], step)
         self._tell_newcomers(step, obstacle)
-        self._totals.num_stalls += step.stalled
-        self._in_flight = {job.request.request_id: job for job in step.rows}
-        return SchedulerOutput(
-            step=self._step,
-            scheduled=tuple(lower(job, rows, self._manager, step.forks_of(job)) for job, rows in step.rows.items()),
-            preempted=tuple(step.preempted),
-            num_batched_tokens=self._budget - step.budget,
-            num_waiting=len(self._waiting),
-            events=tuple(step.events),
-            memory=self._manager.take_plan(),
-            restores=step.restores,
-        )
 
     def preemptions(self) -> tuple[Preemption, ...]:
         """The latest, oldest first."""
@@ -178,18 +187,17 @@ class Scheduler:
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
         """The step has been computed. Requests that ended since `schedule` are passed over."""
         assert output.step == self._step, "steps are updated in order"
-        self._manager.complete_plan()
-        for item in output.scheduled:
-            job = self._in_flight.pop(item.request_id, None)
-            if job is None:
-                continue
-            request = job.request
-            request.num_computed_tokens += len(item.token_ids)
-            self._totals.num_batched_tokens += len(item.token_ids)
+        manager = self._manager
+        if output.memory is not NO_PLAN:
+            manager.complete_plan()
+        for job, item in self._in_flight.items():
+            request, rows = job.request, len(item.token_ids)
+            request.num_computed_tokens += rows
+            self._totals.num_batched_tokens += rows
             if item.prompt_logprobs_from is not None:
                 job.num_prompt_logprobs = min(request.num_computed_tokens, request.num_prompt_tokens)
             if self._use_cache:
-                self._manager.commit(request)
+                manager.commit(request)
             for request_id in item.forks:
                 if request_id in self._jobs and request_id in sampled:
                     self._fork(request, self._jobs[request_id], sampled[request_id])
@@ -199,8 +207,9 @@ class Scheduler:
                 request.output_token_ids.append(token_id)
                 if not self._use_cache:
                     request.num_computed_tokens = 0
-                    self._manager.rewind(request)
-            self._manager.trim(request)
+                    manager.rewind(request)
+            manager.trim(request)
+        self._in_flight.clear()
 
     def account(self) -> MemoryAccount:
         """Bytes of KV memory now."""
@@ -214,17 +223,6 @@ class Scheduler:
             num_steps=self._step,
             kv=self._manager.usage(),
         )
-
-    def _refuse_oversize(self, request: Request) -> None:
-        prompt, budget = request.num_prompt_tokens, request.max_tokens
-        asked = f"The prompt needs {prompt} tokens" + (f" (and {budget} more to generate)" if budget else "")
-        if prompt + budget > self.max_model_len:
-            raise ContextLengthError(f"{asked}, but the context holds {self.max_model_len}: shorten the prompt or max_tokens.")
-        if prompt + budget > self.pool_tokens:
-            raise ContextLengthError(
-                f"{asked}, but the KV pool holds {self.pool_tokens} for one request: shorten the prompt or max_tokens, or serve "
-                "with a larger num_kv_blocks."
-            )
 
     def _advance_running(self, step: Step, *, one_row: bool) -> bool:
         """Give rows to the running requests that lack exactly one (or more than one); whether others were passed over. Preemption
@@ -393,6 +391,6 @@ class Scheduler:
             assert job.request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert job.request.num_computed_tokens == 0
             assert not self._manager.block_tables(job.request)[0]
-        assert all(self._jobs[request_id] is job for request_id, job in self._in_flight.items())
+        assert all(self._jobs[job.request.request_id] is job for job in self._in_flight)
         assert self._manager.request_ids == self._jobs.keys()
         self._manager.check_invariants()

@@ -30,8 +30,20 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._texts = tokenizer.texts[skip_special_tokens]
         self._held = b""
         self._strip = tokenizer.info.strips_leading_space and not continues
+
+    def push_token(self, token_id: int) -> str:
+        """`push` of one; most are whole characters, and show the same each time."""
+        if self._held or self._strip:
+            return self.push((token_id,))
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self.push((token_id,))
+            if not self._held:
+                self._texts[token_id] = text
+        return text
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids add; empty while a character is unfinished."""

@@ -32,6 +32,8 @@ class Tokenizer:
         self.info = info
         self._backend = backend
         self._bytes: dict[int, bytes] = {}
+        self.texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
+        """By `skip_special_tokens`: what tokens of whole characters show, as far as somebody has shown it."""
         self._special_ids: set[int] = set()
         for token_id, token in backend.get_added_tokens_decoder().items():
             if token.special:

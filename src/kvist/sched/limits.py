@@ -1,0 +1,32 @@
+"""How long one request can be: what the model's context and the KV pool hold. It knows no other requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvist.errors import ContextLengthError
+from kvist.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In tokens, prompt and output together. `pool_tokens`: what one request alone can have of the pool."""
+
+    max_model_len: int
+    pool_tokens: int
+
+    @property
+    def effective(self) -> int:
+        return min(self.max_model_len, self.pool_tokens)
+
+    def refuse_oversize(self, request: Request) -> None:
+        """Raises ContextLengthError if there is never room for the request's prompt and its budget."""
+        prompt, budget = request.num_prompt_tokens, request.max_tokens
+        asked = f"The prompt needs {prompt} tokens" + (f" (and {budget} more to generate)" if budget else "")
+        if prompt + budget > self.max_model_len:
+            raise ContextLengthError(f"{asked}, but the context holds {self.max_model_len}: shorten the prompt or max_tokens.")
+        if prompt + budget > self.pool_tokens:
+            raise ContextLengthError(
+                f"{asked}, but the KV pool holds {self.pool_tokens} for one request: shorten the prompt or max_tokens, or serve "
+                "with a larger num_kv_blocks."
+            )
