@@ -45,9 +45,10 @@ def serve_flags() -> set[str]:
     assert callback is not None
     flags = set()
     for name, parameter in inspect.signature(callback).parameters.items():
-        option = next(item for item in parameter.annotation.__metadata__ if isinstance(item, typer.models.OptionInfo))
-        declared = [text for text in option.param_decls or () if text.startswith("--")]
-        flags.add(declared[0].split("/")[0] if declared else f"--{name.replace('_', '-')}")
+        for option in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(option, typer.models.OptionInfo):
+                declared = [text for text in option.param_decls or () if text.startswith("--")]
+                flags.add(declared[0].split("/")[0] if declared else f"--{name.replace('_', '-')}")
     return flags
 
 

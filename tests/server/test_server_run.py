@@ -20,12 +20,15 @@ from server_fakes import wait_until
 from server_sse import COMPLETIONS, events_of
 
 from kvist.cli.main import main
+from kvist.config import EngineOptions
 from kvist.errors import ConfigError
 from kvist.server.run import AddressError, address_of, bind
 
 PROGRAM = """
+import asyncio
 import os
 import sys
+import threading
 sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from server_fakes import FakeEngine
 from kvist.errors import EngineStoppedError
@@ -34,20 +37,26 @@ from kvist.server.life import Life
 from kvist.server.options import ServerOptions
 from kvist.server.run import address_of, bind, serve_app
 
-class SlowEngine(FakeEngine):
+class HeldEngine(FakeEngine):
+    # A request stops after three deltas, until a line comes in or the engine is shut down.
     async def generate(self, *arguments, **keywords):
-        import asyncio
+        free = 3
         async for deltas in super().generate(*arguments, **keywords):
-            await asyncio.sleep(0.02)
+            while not (free or go.is_set() or self._stopped):
+                await asyncio.sleep(0.01)
             if self._stopped or "broken" in sys.argv:
                 raise EngineStoppedError("The engine is shut down.")
+            free = max(0, free - 1)
             yield deltas
+
     async def shutdown(self):
         await super().shutdown()
         print("engine down", flush=True)
 
+go = threading.Event()
+threading.Thread(target=lambda: sys.stdin.readline() and go.set(), daemon=True).start()
 listener = bind("127.0.0.1", 0)
-engine = SlowEngine()
+engine = HeldEngine()
 ready = lambda: print(address_of(listener), flush=True)
 options, life = ServerOptions(drain_timeout=int(sys.argv[2])), Life()
 status = serve_app(create_app(engine, options, life), listener, options, life, on_ready=ready, stop_engine=engine.shutdown)
@@ -60,10 +69,12 @@ sys.exit(status)
 def program(drain_seconds: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(drain_seconds)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     try:
@@ -71,14 +82,14 @@ def program(drain_seconds: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
     finally:
         process.kill()
         process.wait()
+        process.stdin.close()
         process.stdout.close()
         process.stderr.close()
 
 
 def test_a_server_whose_first_completion_fails_never_says_that_it_is_ready() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "60", "broken"], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), "60", "broken"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, input="")
     assert result.returncode == 1
     assert result.stdout == "engine down\n"
     assert result.stderr.splitlines()[-1].endswith("EngineStoppedError: The engine is shut down.")
@@ -114,9 +125,11 @@ def test_a_signal_lets_open_streams_finish_and_takes_no_new_ones() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert refused.headers["connection"] == "close"
+        process.stdin.write("go on\n")
+        process.stdin.flush()
         events = events_of(first + b"".join(pieces))
         assert events[-1] == "[DONE]"
-        assert len(events) > 60
+        assert len(events) > 60, "all of it came"
         response.close()
         client.close()
         assert rest_of(process) == (0, ["engine down", "ended"])
@@ -129,7 +142,7 @@ def test_what_is_open_at_the_deadline_ends_with_an_error_event() -> None:
         process.send_signal(signal.SIGTERM)
         events = events_of(first + b"".join(pieces))
         assert json.loads(events[-1])["error"]["code"] == "engine_stopped"
-        assert len(events) < 60
+        assert len(events) == 4, "three tokens and the error"
         response.close()
         client.close()
         assert rest_of(process) == (0, ["engine down", "engine down", "ended"])
@@ -164,6 +177,28 @@ def test_a_taken_port_is_one_sentence_before_anything_is_loaded(capsys: pytest.C
     assert "--port" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        (["a.gguf"], "a.gguf"),
+        (["--model", "a.gguf"], "a.gguf"),
+        (["-m", "a.gguf", "a.gguf"], "a.gguf"),
+        ([], EngineOptions.model),
+    ],
+)
+def test_the_model_is_named_with_or_without_its_flag(arguments: list[str], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fetch(name: str) -> None:
+        asked.append(name)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr("kvist.cli.serve.fetch", fetch)
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "0", *arguments])
+    assert asked == [model]
+
+
 def test_addresses() -> None:
     with bind("127.0.0.1", 0) as listener:
         assert address_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -192,6 +227,8 @@ def test_addresses() -> None:
         (["--forwarded-allow-ips", "proxy"], "--forwarded-allow-ips"),
         (["--port", "99999"], "--port"),
         (["--isa", "avx9000"], "isa"),
+        (["a.gguf", "--model", EngineOptions.model], "--model"),
+        (["a.gguf", "b.gguf"], "b.gguf"),
     ],
 )
 def test_bad_usage_exits_with_2_and_names_the_flag(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ runs, and serves until a signal. It knows the server's and the engine's construc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from kvist.cli.options import engine_options, takes
 from kvist.cli.server_flags import server_options
 from kvist.cli.terminal import say
 from kvist.config import EngineConfig, EngineOptions, require_one_of
+from kvist.errors import UsageError
 from kvist.server.logs import LOG_FORMATS, configure_logging
 from kvist.server.options import ServerOptions
 
@@ -23,6 +25,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @takes(front=server_options(), options=engine_options())
 def serve(
+    context: typer.Context,
+    named: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help="The model, as with --model.")] = None,
     host: Annotated[
         str, typer.Option(rich_help_panel="Server", help="Address to listen on; 0.0.0.0 opens the server to the network.")
     ] = "127.0.0.1",
@@ -38,6 +42,11 @@ def serve(
     options: EngineOptions,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
+    if named is not None:
+        source = context.get_parameter_source("model")
+        if source is not None and source.name == "COMMANDLINE" and options.model != named:
+            raise UsageError(f"The model is {named!r} by argument and {options.model!r} by --model; give it once.")
+        options = replace(options, model=named)
     require_one_of(log_level, LOG_LEVELS, "--log-level")
     require_one_of(log_format, LOG_FORMATS, "--log-format")
     configure_logging(log_level, log_format)  # type: ignore[arg-type]
