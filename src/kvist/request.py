@@ -23,7 +23,7 @@ EventKind = Literal["waiting", "started", "preempted", "stalled", "swapped", "re
 
 MAX_LOGPROBS = 20
 MAX_N = 128
-MAX_STOP_STRINGS = 64
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
 STRUCTURED_OUTPUTS = "structured_outputs"
 """The stop reason, with finish reason "error", of a choice whose form could not be followed to its end: its client's mistake."""
 
@@ -203,8 +203,8 @@ class SamplingParams:
             _inside(bias, -100.0, 100.0, "logit_bias")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}.", param="stop")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidRequestError("stop takes non-empty strings only.", param="stop")
+        if any(not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop):
+            raise InvalidRequestError(f"stop takes strings of 1 to {MAX_STOP_CHARACTERS} characters only.", param="stop")
 
     @property
     def greedy(self) -> bool:

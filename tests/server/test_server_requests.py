@@ -49,6 +49,7 @@ TEXT_BODY = {"prompt": "hi", "max_tokens": 4}
         ("stop", "5"),
         ("stop", "[5]"),
         ("stop", '[""]'),
+        ("stop", json.dumps(["a", "b" * 1001])),
         ("stop_token_ids", "[-1]"),
         ("stop_token_ids", "[1000000]"),
         ("logit_bias", '{"5": 1000}'),

@@ -36,6 +36,22 @@ def test_thoughts_and_answer(text: str, opened: bool, thoughts: str, answer: str
     assert split(text, opened, size) == (thoughts, answer)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "thoughts", "answer"),
+    [
+        ("", "x", "", "{}x"),
+        ("<think>a", "b</think>c", "a{}b", "c"),
+        ("<think>a", "</think>c", "a", "c"),
+        ("<think>a</think>", "c", "a", "c"),
+    ],
+)
+def test_white_space_without_end_is_looked_at_once(before: str, after: str, thoughts: str, answer: str) -> None:
+    """Looking again at all of it for each piece would take half a minute."""
+    space = " \n\t" * 40_000
+    shown = split(before + space + after, opened=False, size=3)
+    assert shown == (thoughts.format(space), answer.format(space))
+
+
 def test_thoughts_do_not_wait() -> None:
     splitter = ReasoningSplitter(opened=True)
     assert splitter.push("one two ") == ("one two", "")

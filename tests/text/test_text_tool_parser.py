@@ -159,3 +159,22 @@ def test_long_arguments_come_whole_in_one_piece_and_in_many() -> None:
     text = '<tool_call>{"name": "f", "arguments": ' + arguments + "}</tool_call>"
     for size in (1000, len(text)):
         assert read(HERMES, [text[i : i + size] for i in range(0, len(text), size)]) == [("f", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "expected"),
+    [
+        (LLAMA3, "{}x", [("", "{}x")]),
+        (HERMES, "a{}b", [("", "a{}b")]),
+        (HERMES, '<tool_call>{}{{"name": "f"}}', [("f", "{{}}")]),
+        (HERMES, '<tool_call>{{"name": "f"}}{}</tool_call>{}', [("f", "{{}}")]),
+        (HERMES, '<tool_call>{{"arguments": {{"a":{}1}}, "name": "f"}}', [("f", '{{"a":{}1}}')]),
+        (LLAMA3, '{{"b": "{}"}}', [("", '{{"b": "{}"}}')]),
+    ],
+)
+def test_white_space_without_end_is_looked_at_once(style: ToolFormat, text: str, expected: list[tuple[str, str]]) -> None:
+    """Looking again at all of it for each piece would take half a minute."""
+    space = " \n\t" * 40_000
+    whole = text.format(space, space)
+    shown = read(style, [whole[i : i + 3] for i in range(0, len(whole), 3)])
+    assert shown == [(name, said.format(space)) for name, said in expected]

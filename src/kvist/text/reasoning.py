@@ -28,6 +28,8 @@ class ReasoningSplitter:
         self._text = ""
         self._begun = False
         """Something of the thoughts has been shown."""
+        self._space: list[str] = []
+        """White space before `_text`, shown with what follows it; pieces, for it may go on for long."""
         self._where = "thoughts" if opened else "start"
 
     @property
@@ -54,17 +56,21 @@ class ReasoningSplitter:
 
     def finish(self) -> tuple[str, str]:
         """What was held back."""
-        text, self._text = self._text, ""
+        text = "".join([*self._space, self._text])
+        self._text, self._space = "", []
         if self._where == "thoughts":
             return (text if text.strip(SPACE) else ""), ""
         return "", text if self._where in ("start", "answer") else ""
 
     def _decide(self) -> None:
         rest = self._text.lstrip(SPACE)
+        self._space.append(self._text[: len(self._text) - len(rest)])
+        self._text = rest
         if rest.startswith(OPENS):
-            self._text = rest
+            self._space = []
             self._where = "thoughts"
         elif not OPENS.startswith(rest):
+            self._text, self._space = "".join([*self._space, rest]), []
             self._where = "answer"
 
     def _think(self) -> str:
@@ -77,14 +83,19 @@ class ReasoningSplitter:
         at = self._text.find(CLOSES)
         if at >= 0:
             body, self._text, self._where = self._text[:at], self._text[at + len(CLOSES) :], "gap"
-            return self._show(body.rstrip(SPACE))
-        held = next((n for n in range(len(CLOSES) - 1, 0, -1) if self._text.endswith(CLOSES[:n])), 0)
-        body = self._text[: len(self._text) - held].rstrip(SPACE)
-        kept = self._text[len(body) :]
-        shown = self._show(body)
-        self._text = kept
-        return shown
+        else:
+            held = next((n for n in range(len(CLOSES) - 1, 0, -1) if self._text.endswith(CLOSES[:n])), 0)
+            cut = len(self._text) - held
+            body, self._text = self._text[:cut], self._text[cut:]
+        return self._show(body)
 
-    def _show(self, body: str) -> str:
+    def _show(self, text: str) -> str:
+        """The thoughts that `text` adds; its trailing white space waits for what follows, and goes with the thoughts' end."""
+        body = text.rstrip(SPACE)
+        shown = "".join([*self._space, body]) if body else ""
+        if body or self._where == "gap":
+            self._space = []
+        if self._where == "thoughts":
+            self._space.append(text[len(body) :])
         self._begun = self._begun or bool(body)
-        return body
+        return shown

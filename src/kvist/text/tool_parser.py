@@ -46,9 +46,10 @@ class ToolParser:
         self._single = single
         self._text = ""
         """Not understood yet."""
-        self._seen = ""
-        """Markup since the last event, to be given back as text if it leads to no call."""
-        self._space = ""
+        self._seen: list[str] = []
+        """Markup since the last event, to be given back as text if it leads to no call. Pieces, as all that may become long: a
+        string would be copied for each."""
+        self._space: list[str] = []
         """White space that goes with the text after it, and with none before a call."""
         self._state: Callable[[], bool] = self._at_start if markup.bare else self._in_text
         self._in_list = False
@@ -70,8 +71,8 @@ class ToolParser:
         while self._state():
             pass
         if self._state in (self._in_text, self._at_start):
-            self._say(self._text)
-            self._put("" if self.num_calls else self._space)
+            self._say(*self._seen, self._text)
+            self._put(*([] if self.num_calls else self._space))
         return self._take()
 
     def _take(self) -> list[Event]:
@@ -80,33 +81,34 @@ class ToolParser:
             events = [event for event in events if isinstance(event, Text) or event.index == 0]
         return events
 
-    def _put(self, text: str) -> None:
-        if text:
+    def _put(self, *pieces: str) -> None:
+        if text := "".join(pieces):
             last = self._events[-1] if self._events else None
             if isinstance(last, Text):
                 self._events[-1] = Text(last.text + text)
             else:
                 self._events.append(Text(text))
 
-    def _say(self, text: str) -> None:
+    def _say(self, *pieces: str) -> None:
         """Text of the answer; its trailing white space waits for what follows."""
+        text = "".join(pieces)
         body = text.rstrip(SPACE)
         if body:
-            self._put(self._space + body)
-            self._space = ""
-        self._space += text[len(body) :]
+            self._put(*self._space, body)
+            self._space = []
+        if space := text[len(body) :]:
+            self._space.append(space)
 
     # States. Each takes what it can from the front of `_text`, and says whether another may go on.
 
     def _at_start(self) -> bool:
         """The first character decides whether a bare call may come."""
-        rest = self._text.lstrip(SPACE)
-        if not rest:
+        if not self._skip_space():
             return False
-        self._state = self._in_text
-        if rest.startswith("{"):
-            self._seen, self._text = self._text[: len(self._text) - len(rest)], rest
+        if self._text.startswith("{"):
             self._begin_call(known_only=True)
+        else:
+            self._give_up()
         return True
 
     def _in_text(self) -> bool:
@@ -114,7 +116,7 @@ class ToolParser:
         at = self._text.find(opens)
         if at >= 0:
             self._say(self._text[:at])
-            self._seen, self._text = opens, self._text[at + len(opens) :]
+            self._seen, self._text = [opens], self._text[at + len(opens) :]
             self._state = self._opened
             return True
         held = next((n for n in range(min(len(opens) - 1, len(self._text)), 0, -1) if opens.startswith(self._text[-n:])), 0)
@@ -181,7 +183,7 @@ class ToolParser:
     def _in_call(self) -> bool:
         events, used = self._call.push(self._text)
         if self._call.name is None:
-            self._seen += self._text[:used]
+            self._seen.append(self._text[:used])
         self._text = self._text[used:]
         if any(isinstance(event, CallStart) for event in events):
             self._start_call()
@@ -196,7 +198,7 @@ class ToolParser:
 
     def _start_call(self) -> None:
         """What stood before it is markup, and its white space says nothing."""
-        self._seen = self._space = ""
+        self._seen, self._space = [], []
         self.num_calls += 1
 
     def _between(self) -> bool:
@@ -218,14 +220,14 @@ class ToolParser:
             return False
         else:
             self._state = self._in_text
-        self._seen = ""
+        self._seen = []
         return True
 
     def _behind(self) -> bool:
         """Behind a call's markup: the white space before what follows says nothing."""
         if not self._skip_space():
             return False
-        self._seen = ""
+        self._seen = []
         self._state = self._in_text
         return True
 
@@ -241,12 +243,13 @@ class ToolParser:
         return bool(rest)
 
     def _skip(self, count: int) -> None:
-        self._seen += self._text[:count]
-        self._text = self._text[count:]
+        if count:
+            self._seen.append(self._text[:count])
+            self._text = self._text[count:]
 
     def _give_up(self) -> None:
         """It was no call: what looked like one is text."""
-        self._say(self._seen)
-        self._seen = ""
+        self._say(*self._seen)
+        self._seen = []
         self._in_list = False
         self._state = self._in_text
