@@ -78,7 +78,7 @@ def test_json_lines_with_prompt_messages_ids_and_params(fake_engine, tmp_path, c
         ('{"prompt": "a", "params": {"logit_bias": {"x": 1}}}', "logit_bias", "token ids as its keys"),
         ('{"prompt": "a", "params": {"logit_bias": 5}}', "logit_bias", "must be an object"),
         ('{"prompt": "a", "params": {"stop": 5}}', "stop", "a string or a list of strings"),
-        ('{"prompt": "a", "params": {"stop": [5]}}', "stop", "non-empty strings"),
+        ('{"prompt": "a", "params": {"stop": [5]}}', "stop", "strings of 1 to"),
         ('{"prompt": "a", "params": {"stop_token_ids": 5}}', "stop_token_ids", "a list of token ids"),
         ('{"prompt": "a", "params": {"ignore_eos": "no"}}', "ignore_eos", "true or false"),
         ('{"prompt": ' + "[" * 100_000, None, "too deep"),
