@@ -103,6 +103,7 @@ class FakeSnapshot:
     prefix_query_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    num_pinned_blocks: int = 0
     steps: int = 0
     step_seconds: float = 0.5
     step_times: HistogramSnapshot = NO_STEPS[STEP_SECONDS]

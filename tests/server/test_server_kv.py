@@ -110,6 +110,7 @@ def test_pins_come_with_a_request_or_later_and_are_withdrawn(client: httpx.Clien
     pinned, later = ids(1, 3), ids(2, 2)
     complete(client, pinned, kv={"pin": True})
     assert ask(client, "stats")["pinned_blocks"] == 3
+    wait_until(lambda: "\nkvist:kv_pinned_blocks 3.0\n" in client.get("/metrics").text, "the metrics tell of them")
     assert error_of(client.post("/v1/kv/pin", json={"prompt": later}), 400)["param"] == "prompt"
     complete(client, later)
     assert ask(client, "pin", {"prompt": later, "ttl": 600, "priority": 80}) == {"tokens": 32, "blocks": 2}

@@ -141,9 +141,15 @@ def test_vllm_s_names_are_there_when_they_are_asked_for() -> None:
     for name in (
         "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prompt_tokens",
         "request_generation_tokens", "request_prefill_time_seconds", "request_decode_time_seconds",
+        "request_inference_time_seconds", "request_time_per_output_token_seconds", "request_max_num_generation_tokens",
+        "request_params_n", "request_params_max_tokens",
     ):  # fmt: skip
         assert value(series, f"vllm:{name}_count", **own) == 2, name
     assert value(series, "vllm:inter_token_latency_seconds_count", **own) == 12
+    sums = [
+        value(series, f"vllm:request_{name}_sum", **own) for name in ("params_n", "params_max_tokens", "max_num_generation_tokens")
+    ]
+    assert sums == [2, 14, 14]
     assert value(series, "vllm:num_requests_running", **own) == value(series, "vllm:num_requests_waiting", **own) == 0
     assert ("vllm:kv_cache_usage_perc", tuple(sorted(own.items()))) in series
 

@@ -266,6 +266,7 @@ class Engine:
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             blocks_by_state={"free": kv.free, "cached": kv.cached, "live": kv.live},
+            num_pinned_blocks=self.manager.num_pinned_blocks,
             prompt_tokens_by_source=prompt_sources(stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens),
             kv_bytes=account.bytes_by_kind,
             fragmentation={"internal": account.internal_fragmentation, "external": account.external_fragmentation},

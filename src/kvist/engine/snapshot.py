@@ -18,7 +18,7 @@ class EngineSnapshot:
     num_running: int
     num_waiting: int
     blocks_by_state: Mapping[str, int]
-    """They add up to the pool. live: held by a request; cached: held by none, and still keeping a prefix; free: neither."""
+    """They add up to the pool. live: held by a request, or pinned; cached: neither, and still keeping a prefix; free: the rest."""
     kv_bytes: Mapping[str, int]
     """reserved, committed, held, used, shared: `kv/memory.py` defines them."""
     fragmentation: Mapping[str, float]
@@ -45,6 +45,8 @@ class EngineSnapshot:
     batch_requests: HistogramSnapshot
     """Requests that had rows in a step."""
     profile: str
+    num_pinned_blocks: int = 0
+    """Of the live ones, whoever holds them besides."""
     preemption_records: tuple[Preemption, ...] = ()
     """The latest, oldest first."""
     tier: TierSnapshot | None = None

@@ -43,6 +43,9 @@ class Snapshot(Protocol):
     def blocks_by_state(self) -> Mapping[str, int]: ...
 
     @property
+    def num_pinned_blocks(self) -> int: ...
+
+    @property
     def kv_bytes(self) -> Mapping[str, int]: ...
 
     @property

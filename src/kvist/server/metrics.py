@@ -51,6 +51,14 @@ class Metrics:
         self.decode = Histogram(WAIT_BUCKETS)
         self.prompt_length = Histogram(LENGTH_BUCKETS)
         self.output_length = Histogram(LENGTH_BUCKETS)
+        self.inference = Histogram(WAIT_BUCKETS)
+        """From the first step to the last token."""
+        self.per_output_token = Histogram(TOKEN_BUCKETS)
+        """Mean of a choice, after its first token."""
+        self.longest_output = Histogram(LENGTH_BUCKETS)
+        """Of a request's choices."""
+        self.choices_asked = Histogram(LENGTH_BUCKETS)
+        self.budget_asked = Histogram(LENGTH_BUCKETS)
 
     def begin(self, route: str) -> RequestRecord:
         return RequestRecord(self, route)
@@ -65,6 +73,7 @@ class RequestRecord:
         self._start = time.perf_counter()
         self._last: dict[int, float] = {}
         self._first: dict[int, float] = {}
+        self._longest = 0
         self.outcome: str | None = None
 
     def __enter__(self) -> Self:
@@ -96,9 +105,22 @@ class RequestRecord:
         metrics.queue.observe(usage.queue_time)
         metrics.prompt_length.observe(usage.num_prompt_tokens)
         metrics.output_length.observe(usage.num_output_tokens)
+        self._longest = max(self._longest, usage.num_output_tokens)
         if choice in self._first:
-            metrics.prefill.observe(max(0.0, usage.time_to_first_token - usage.queue_time))
-            metrics.decode.observe(self._last[choice] - self._first[choice])
+            prefill, decode = max(0.0, usage.time_to_first_token - usage.queue_time), self._last[choice] - self._first[choice]
+            metrics.prefill.observe(prefill)
+            metrics.decode.observe(decode)
+            metrics.inference.observe(prefill + decode)
+            if usage.num_output_tokens > 1:
+                metrics.per_output_token.observe(decode / (usage.num_output_tokens - 1))
+
+    def completed(self, n: int, max_tokens: int | None) -> None:
+        """What the request had asked for is counted when it has got it."""
+        self._metrics.longest_output.observe(self._longest)
+        self._metrics.choices_asked.observe(n)
+        if max_tokens is not None:
+            self._metrics.budget_asked.observe(max_tokens)
+        self.end("completed")
 
     def end(self, outcome: str) -> None:
         if self.outcome is None:

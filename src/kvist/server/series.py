@@ -70,6 +70,7 @@ class KvistSeries(Collector):
         yield gauge("kvist:requests_running", "Requests that take part in steps.", now.num_running)
         yield gauge("kvist:requests_waiting", "Requests that wait for admission.", now.num_waiting)
         yield gauge("kvist:kv_blocks", "KV blocks by state; they add up to the pool.", by(now.blocks_by_state), ("state",))
+        yield gauge("kvist:kv_pinned_blocks", "Of the live ones, those that a client has pinned.", now.num_pinned_blocks)
         yield gauge("kvist:kv_bytes", "Bytes of KV memory by kind.", by(now.kv_bytes), ("kind",))
         yield gauge("kvist:kv_fragmentation_ratio", "Wasted shares of KV memory.", by(now.fragmentation), ("kind",))
         sources = by(now.prompt_tokens_by_source)

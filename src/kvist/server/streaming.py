@@ -117,6 +117,7 @@ class GenerationResponse(Response):
             self._access.outcome = self._record.outcome
 
     async def _stream(self, scope: Scope, send: Send) -> None:
+        params = self._plan.jobs[0].params
         stream = EventStream(scope, send, self._state.options.keep_alive_seconds)
         batches = self._deltas(_Writer(self, stream))
         try:
@@ -125,7 +126,7 @@ class GenerationResponse(Response):
                 await stream.write(self._pieces(batch))
             last = [] if self._plan.usage_in_stream == "none" else [event(self._plan.format.usage_event(self._tally.usage()))]
             await stream.write([*last, DONE])
-            self._record.end("completed")
+            self._record.completed(params.n, params.max_tokens)
         except Exception as error:
             if not stream.started:
                 raise
@@ -151,6 +152,7 @@ class GenerationResponse(Response):
         return pieces
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        params = self._plan.jobs[0].params
         choices = [Collected() for _ in range(len(self._plan.jobs) * self._plan.choices_per_job)]
         batches = self._deltas()
         try:
@@ -169,7 +171,7 @@ class GenerationResponse(Response):
         num_scores = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in choices)
         long = num_scores > MANY_SCORES or sum(len(part) for choice in choices for part in choice.parts) > MANY_CHARACTERS
         body = await asyncio.to_thread(build) if long else build()
-        self._record.end("completed")
+        self._record.completed(params.n, params.max_tokens)
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _deltas(self, sink: Sink | None = None) -> AsyncIterator[Batch]:

@@ -70,6 +70,12 @@ class VllmSeries(Collector):
         yield histogram("vllm:request_queue_time_seconds", "Time in the queue.", own.queue, labels)
         yield histogram("vllm:request_prefill_time_seconds", "From the first step to the first token.", own.prefill, labels)
         yield histogram("vllm:request_decode_time_seconds", "From the first token to the last.", own.decode, labels)
+        yield histogram("vllm:request_inference_time_seconds", "From the first step to the last token.", own.inference, labels)
+        per_token, longest = own.per_output_token, own.longest_output
+        yield histogram("vllm:request_time_per_output_token_seconds", "Mean time of a token after the first.", per_token, labels)
+        yield histogram("vllm:request_max_num_generation_tokens", "Tokens of the longest choice.", longest, labels)
+        yield histogram("vllm:request_params_n", "Choices asked for.", own.choices_asked, labels)
+        yield histogram("vllm:request_params_max_tokens", "Most tokens asked for.", own.budget_asked, labels)
 
     def _count(self, name: str, text: str, value: float | Mapping[tuple[str, ...], float], label: str | None = None) -> Metric:
         values = value if isinstance(value, Mapping) else {(): value}
