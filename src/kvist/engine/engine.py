@@ -201,7 +201,7 @@ class Engine:
             deltas += [self._choices[event.request_id].output.tell(event) for event in output.events]
         if self._tiers is not None:
             self._tiers.send(output.restores)
-        if output.empty:
+        if not output.scheduled:
             self._loaded.arena.release(output.memory.releases)
             if self._wait_for_tiers():
                 return deltas
@@ -299,9 +299,8 @@ class Engine:
         self._counters.generated_tokens += len(drawn)
         for item in output.scheduled:
             for choice_id in (item.request_id, *item.forks):
-                choice, note = self._choices[choice_id], notes.get(choice_id)
+                choice, note = self._choices[choice_id], notes.get(choice_id) if notes else None
                 if choice_id in drawn:
-                    assert not isinstance(note, Failure)
                     delta = self._push(choice, drawn[choice_id], note, now)
                 elif isinstance(note, Failure):
                     delta = _refuse(choice, note.reason)
@@ -314,10 +313,11 @@ class Engine:
                     self._finish(choice_id, delta.finish_reason, delta.stop_reason)
         return deltas
 
-    def _push(self, choice: Choice, token_id: int, logprob: TokenLogprob | None, now: float) -> OutputDelta:
+    def _push(self, choice: Choice, token_id: int, note: Note | None, now: float) -> OutputDelta:
         try:
+            assert note is None or isinstance(note, TokenLogprob)
             complete = choice.constraint is not None and choice.constraint.accept(token_id)
-            return choice.output.push(token_id, logprob, now, complete=complete)
+            return choice.output.push(token_id, note, now, complete=complete)
         except Exception as error:
             return _refuse(choice, failure(error))
 

@@ -7,10 +7,10 @@ Medians over the steps; the clock costs a few microseconds a step. Invariant: th
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns as clock
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from kvist.kernels.cost import Cost, cost_of
 from kvist.kernels.ops import F32, ForwardBatch
 from kvist.kernels.program import Call
 from kvist.request import SamplingParams
+from kvist.sched.output import SchedulerOutput
 
 WARM_STEPS = 8
 PYTHON_PARTS = ("schedule", "batch", "program", "sample", "update", "output")
@@ -59,42 +60,37 @@ class StepProfile:
         return sum(call.microseconds for call in self.native)
 
 
-class _Timed:
-    """Stands before the scheduler and the runner, and notes when each part of a step ends."""
+class _Stopwatch:
+    """Stands before an engine's scheduler and runner, and notes in `ends` when each part of a step ends (nanoseconds)."""
 
-    def __init__(self, inner: Any, ends: dict[str, int]) -> None:
-        self._inner, self._ends = inner, ends
+    def __init__(self, engine: Engine) -> None:
+        self.ends: list[int] = []
+        self.batch: Any = None
+        self.times: Any = None
+        """Of each native call of the step."""
+        self.program = engine.runner.model.program
+        self._schedule, self._update = engine.scheduler.schedule, engine.scheduler.update
+        self._build, self._run = engine.runner.batches.build, self.program.run_timed
+        engine.scheduler.schedule, engine.scheduler.update = self.schedule, self.update  # type: ignore[method-assign]
+        engine.runner = _as_any(self)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class _TimedScheduler(_Timed):
-    def schedule(self, now: float) -> Any:
-        output = self._inner.schedule(now)
-        self._ends["schedule"] = time.perf_counter_ns()
+    def schedule(self, now: float) -> SchedulerOutput:
+        output = self._schedule(now)
+        self.ends.append(clock())
         return output
 
-    def update(self, output: Any, sampled: Any) -> None:
-        self._ends["sample"] = time.perf_counter_ns()
-        self._inner.update(output, sampled)
-        self._ends["update"] = time.perf_counter_ns()
-
-
-class _TimedRunner(_Timed):
-    """Runs the model's program call by call on the clock."""
-
-    times: npt.NDArray[np.int64]
-    batch: Any
-
-    def forward(self, output: Any) -> tuple[ForwardBatch, F32]:
-        program = self._inner.model.program
-        batch = self._inner.batches.build(output.scheduled)
-        self._ends["batch"] = time.perf_counter_ns()
-        logits, self.times = program.run_timed(batch)
-        self.batch = batch
-        self._ends["program"] = time.perf_counter_ns()
+    def forward(self, output: SchedulerOutput) -> tuple[ForwardBatch, F32]:
+        """The model's program, call by call on the clock."""
+        batch = self.batch = self._build(output.scheduled)
+        self.ends.append(clock())
+        logits, self.times = self._run(batch)
+        self.ends.append(clock())
         return batch, logits
+
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> None:
+        self.ends.append(clock())
+        self._update(output, sampled)
+        self.ends.append(clock())
 
 
 def profile_step(engine: Engine, *, context: int = 64, steps: int = 64) -> StepProfile:
@@ -108,26 +104,24 @@ def profile_step(engine: Engine, *, context: int = 64, steps: int = 64) -> StepP
     engine.add_request("profile", [7919 * i % vocabulary for i in range(1, context + 1)], params)
     while engine.snapshot().generated_tokens < WARM_STEPS:
         engine.step()
-    ends: dict[str, int] = {}
-    runner = _TimedRunner(engine.runner, ends)
-    engine.runner, engine.scheduler = _as_any(runner), _as_any(_TimedScheduler(engine.scheduler, ends))
+    watch = _Stopwatch(engine)
     totals, times, python = [], [], defaultdict[str, list[float]](list)
     while engine.has_work:
-        started = time.perf_counter_ns()
+        watch.ends.clear()
+        started = clock()
         engine.step()
-        ends["output"] = time.perf_counter_ns()
-        totals.append((ends["output"] - started) / 1e3)
-        times.append(runner.times.copy())
-        for name in PYTHON_PARTS:
-            inside = int(runner.times.sum()) if name == "program" else 0
-            python[name].append((ends[name] - started - inside) / 1e3)
-            started = ends[name]
+        ends = [*watch.ends, clock()]
+        totals.append((ends[-1] - started) / 1e3)
+        times.append(watch.times.copy())
+        for name, begin, end in zip(PYTHON_PARTS, [started, *ends], ends, strict=False):
+            inside = int(watch.times.sum()) if name == "program" else 0
+            python[name].append((end - begin - inside) / 1e3)
     return StepProfile(
-        context=int(runner.batch.seq_lens[0]) - 1,
+        context=int(watch.batch.seq_lens[0]) - 1,
         steps=len(totals),
         step_microseconds=statistics.median(totals),
         python={name: statistics.median(python[name]) for name in PYTHON_PARTS},
-        native=_by_cost(runner.model.program.calls, runner.batch, np.array(times)),
+        native=_by_cost(watch.program.calls, watch.batch, np.array(times)),
     )
 
 

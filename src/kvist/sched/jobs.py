@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvist.kv.memory import KVMemory
 from kvist.kv.tiers import TransferPlan
 from kvist.request import EventKind, Request, RequestEvent, RequestStatus
 from kvist.sched.output import PreemptionRecord, ScheduledRequest
@@ -30,17 +30,21 @@ class Job:
         return len(request.prompt_token_ids) + len(request.output_token_ids) - request.num_computed_tokens
 
 
-@dataclass(slots=True)
 class Step:
-    budget: int
-    now: float
-    rows: dict[Job, int] = field(default_factory=dict)
-    preempted: list[PreemptionRecord] = field(default_factory=list)
-    stalled: int = 0
-    events: list[RequestEvent] = field(default_factory=list)
-    restores: tuple[TransferPlan, ...] = ()
-    forks: dict[Job, Job] = field(default_factory=dict)
-    """Waiting jobs, the first of the queue, that go on where running ones come to the end of the same prompt in this step."""
+    """The step that is being decided. One is made for each: as a dataclass it would take twice as long."""
+
+    __slots__ = ("budget", "events", "forks", "now", "preempted", "restores", "rows", "stalled")
+
+    def __init__(self, budget: int, now: float) -> None:
+        self.budget = budget
+        self.now = now
+        self.rows: dict[Job, int] = {}
+        self.preempted: list[PreemptionRecord] = []
+        self.stalled = 0
+        self.events: list[RequestEvent] = []
+        self.restores: tuple[TransferPlan, ...] = ()
+        self.forks: dict[Job, Job] = {}
+        """Waiting jobs, the first of the queue, that go on where running ones come to the end of the same prompt in this step."""
 
     def note(self, request: Request, kind: EventKind, **details: int | float | str) -> None:
         if request.wants_events:
@@ -63,9 +67,12 @@ class Step:
         self.rows[job] = rows
         self.budget -= rows
         if job.held_up_since is not None:
-            seconds, job.held_up_since = self.now - job.held_up_since, None
-            job.request.stall_time += seconds
-            self.note(job.request, "resumed", seconds=seconds, tokens_kept=job.request.num_computed_tokens)
+            self._resume(job, self.now - job.held_up_since)
+
+    def _resume(self, job: Job, seconds: float) -> None:
+        job.held_up_since = None
+        job.request.stall_time += seconds
+        self.note(job.request, "resumed", seconds=seconds, tokens_kept=job.request.num_computed_tokens)
 
     def hold_up(self, job: Job, kind: EventKind, **details: int) -> None:
         """The job gets no rows, for want of blocks; told once, until it gets some again."""
@@ -79,15 +86,15 @@ def key_of(job: Job) -> tuple[float, int]:
     return job.key
 
 
-def lower(job: Job, rows: int, manager: KVMemory, forks: tuple[str, ...]) -> ScheduledRequest:
+def lower(job: Job, rows: int, tables: tuple[array[int], ...], forks: tuple[str, ...]) -> ScheduledRequest:
+    """`tables`: the request's own."""
     request = job.request
     start = request.num_computed_tokens
-    stop = start + rows
+    stop, num_output = start + rows, len(request.output_token_ids)
+    samples = stop == len(request.prompt_token_ids) + num_output and num_output < request.max_tokens
     logprobs_from = None
     if request.sampling_params.prompt_logprobs is not None and job.num_prompt_logprobs < min(stop, request.num_prompt_tokens):
         logprobs_from = max(start, job.num_prompt_logprobs)
-    samples = rows == job.pending and len(request.output_token_ids) < request.max_tokens
-    tables = manager.block_tables(request)
     return ScheduledRequest(request.request_id, request.token_ids(start, stop), start, tables, samples, logprobs_from, forks)
 
 

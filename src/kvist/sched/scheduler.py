@@ -157,18 +157,20 @@ class Scheduler:
         if self._waiting:
             self._serve_waiting(step)
         self._totals.num_stalls += step.stalled
-        scheduled, scores = self._in_flight, False
+        manager, in_flight, scores = self._manager, self._in_flight, False
         for job, rows in step.rows.items():
-            item = scheduled[job] = lower(job, rows, self._manager, step.forks_of(job) if step.forks else ())
-            scores |= item.prompt_logprobs_from is not None
+            forks = step.forks_of(job) if step.forks else ()
+            item = in_flight[job] = lower(job, rows, manager.block_tables(job.request), forks)
+            if item.prompt_logprobs_from is not None:
+                scores = True
         return SchedulerOutput(
             self._step,
-            tuple(scheduled.values()),
+            tuple(in_flight.values()),
             tuple(step.preempted),
             self._budget - step.budget,
             len(self._waiting),
             tuple(step.events),
-            self._manager.take_plan(),
+            manager.take_plan(),
             step.restores,
             scores,
         )
@@ -227,22 +229,22 @@ class Scheduler:
     def _advance_running(self, step: Step, *, one_row: bool) -> bool:
         """Give rows to the running requests that lack exactly one (or more than one); whether others were passed over. Preemption
         takes from the end of `_running`, behind the place where this walk stands."""
-        index, passed_over = 0, False
-        while index < len(self._running):
-            job = self._running[index]
+        running, manager, index, passed_over = self._running, self._manager, 0, False
+        while index < len(running):
+            job = running[index]
             index += 1
             pending = job.pending
             if pending == 0 or (pending == 1) is not one_row:
                 passed_over = True
                 continue
-            rows = min(pending, step.budget)
-            if rows and not self._manager.allocate(job.request, rows):
+            rows = pending if pending <= step.budget else step.budget
+            if rows and not manager.allocate(job.request, rows):
                 rows = self._make_room(job, rows, step)
                 if rows == 0:
                     step.stalled += 1
                     step.hold_up(job, "stalled")
                     continue
-                granted = self._manager.allocate(job.request, rows)
+                granted = manager.allocate(job.request, rows)
                 assert granted, "rows that fit are granted"
             if rows:
                 step.give(job, rows)
