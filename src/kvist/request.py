@@ -219,8 +219,7 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMiss:
+class PrefixMiss(NamedTuple):
     """Why a prefix hit ended where it did. `reason` is `never_seen` (the block there was never in the cache), `evicted`, `expired`
     (evicted after the time for which it was to be kept), `rewritten` (the prompt differs in the middle of a known conversation),
     `other_salt`, `other_format` (kept behind the owner's key without its salt, or on disk in another format: `would_hit` tokens,

@@ -44,8 +44,8 @@ def measure(engine: Engine, form: dict[str, Any] | None) -> tuple[float, float]:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=TOKENS, ignore_eos=True, structured_outputs=form)
     for i in range(ROWS):
         engine.add_request(f"r{i}", [5 + i, *range(100, 131)], params)
-    fill = Timed(engine._drawing.masks.fill)
-    engine._drawing.masks.fill = fill  # type: ignore[method-assign]
+    fill = Timed(engine.forms.masks.fill)
+    engine.forms.masks.fill = fill  # type: ignore[method-assign]
     accepts = []
     for choice in engine._choices.values():
         if choice.constraint is not None:
@@ -58,7 +58,7 @@ def measure(engine: Engine, form: dict[str, Any] | None) -> tuple[float, float]:
     while engine.has_work:
         engine.step()
     spent = time.perf_counter() - started
-    engine._drawing.masks.fill = fill.call  # type: ignore[method-assign]
+    engine.forms.masks.fill = fill.call  # type: ignore[method-assign]
     return spent, fill.seconds + sum(accept.seconds for accept in accepts) - before
 
 

@@ -145,7 +145,7 @@ def test_a_step_that_runs_out_of_memory_ends_what_ran_in_it(part: str) -> None:
         else:
             # A plan in each step, if an empty one.
             engine.manager.take_plan = lambda take=engine.manager.take_plan: take() or MemoryPlan()  # type: ignore[method-assign, misc]
-            engine._loaded = replace(loaded, arena=Stand(loaded.arena, "copy", failing(loaded.arena.copy)))  # type: ignore[arg-type]
+            engine._loaded = loaded._replace(arena=Stand(loaded.arena, "copy", failing(loaded.arena.copy)))  # type: ignore[arg-type]
         engine.add_request("a", PROMPTS["a"], GREEDY)
         engine.add_request("b", PROMPTS["b"], GREEDY)
         outputs = drain(engine)

@@ -174,7 +174,7 @@ class Failing:
 def fail_second_token(engine: Engine, name: str) -> None:
     constraint = engine._choices[f"{name}#0"].constraint
     assert constraint is not None
-    inner, fill = constraint.matcher, engine._drawing.masks.fill
+    inner, fill = constraint.matcher, engine.forms.masks.fill
     constraint.matcher = failing = Failing(inner)  # type: ignore[assignment]
 
     def fill_with_the_real_one(constrained: Any) -> None:
@@ -182,7 +182,7 @@ def fail_second_token(engine: Engine, name: str) -> None:
         fill(constrained)
         constraint.matcher = failing  # type: ignore[assignment]
 
-    engine._drawing.masks.fill = fill_with_the_real_one  # type: ignore[method-assign]
+    engine.forms.masks.fill = fill_with_the_real_one  # type: ignore[method-assign]
 
 
 def test_a_form_that_gives_up_ends_its_choice_alone_and_is_its_clients_affair() -> None:

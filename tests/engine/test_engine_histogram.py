@@ -15,7 +15,7 @@ def test_a_bound_is_inside_its_bucket_and_the_rest_is_beyond() -> None:
     frozen = histogram.snapshot()
     assert frozen.counts == (2, 2, 1)
     assert list(frozen.cumulative()) == [(1.0, 2), (2.0, 4), (float("inf"), 5)]
-    assert (frozen.total, frozen.count) == (7.5, 5)
+    assert (frozen.total, sum(frozen.counts)) == (7.5, 5)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5))))

@@ -90,7 +90,12 @@ def test_end_ids_are_those_of_the_files(tmp_path):
 def test_a_start_imports_nothing_that_only_packing_or_serving_needs(tmp_path):
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     make(path)
-    unwanted = ("fastapi", "pydantic", "huggingface_hub", "gguf", "jinja2", "transformers", "torch", "safetensors", "llguidance")
+    unwanted = (
+        "fastapi", "pydantic", "huggingface_hub", "gguf", "jinja2", "transformers", "torch", "safetensors", "llguidance",
+        "subprocess", "zipfile", "kvist.weights.wheels", "kvist.weights.source", "kvist.text.build", "kvist.text.gguf_vocab",
+        "kvist.text.grammar", "kvist.text.tool_parser", "kvist.engine.constraints", "kvist.engine.kv_view", "kvist.engine.tiers",
+        "kvist.kv.span_manager", "kvist.kernels.packing", "kvist.kernels.reference",
+    )  # fmt: skip
     code = (
         "import sys; from kvist import LLM\n"
         f"out = LLM({str(path)!r}, num_kv_blocks=20, num_threads=1).generate('hello', {{'max_tokens': 1}})\n"

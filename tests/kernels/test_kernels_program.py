@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,8 @@ def passes(machine: Bench) -> list[ForwardBatch]:
 
     batches = [machine.batch([(one, tokens(length))]) for length in LENGTHS]
     batches += [machine.batch([(two, tokens(40)), (one, tokens(1))]), machine.batch([(one, tokens(1)), (two, tokens(1))])]
-    batches[0] = replace(batches[0], logit_rows=np.empty(0, np.int32))
-    batches[1] = replace(batches[1], logit_rows=np.array([36, 2, 2], np.int32))
+    batches[0] = batches[0]._replace(logit_rows=np.empty(0, np.int32))
+    batches[1] = batches[1]._replace(logit_rows=np.array([36, 2, 2], np.int32))
     return batches
 
 
@@ -93,9 +92,9 @@ def test_a_batch_that_comes_again_with_other_numbers(isa: str) -> None:
     for turn in range(4):
         batch.token_ids[0] = fresh_batch.token_ids[0] = 40 + turn
         result = machine.model.forward(batch)
-        assert np.array_equal(result, fresh.model.forward(replace(fresh_batch)))
+        assert np.array_equal(result, fresh.model.forward(fresh_batch._replace()))
         if turn == 1:
-            many = machine.model.logits(replace(batch, logit_rows=np.zeros(64, np.int32))).copy()
+            many = machine.model.logits(batch._replace(logit_rows=np.zeros(64, np.int32))).copy()
             assert np.array_equal(many, np.repeat(machine.model.forward(batch), 64, axis=0))
         if turn == 2:
             machine.model.forward(machine.batch([(machine.sequence(), [5] * 50)]))
@@ -110,7 +109,7 @@ def test_arrays_grow_by_half_at_least() -> None:
         sizes.add(len(array.memory))
     assert len(sizes) < 15
     taken = Array(2, taken=True)
-    taken.reserve(batch := replace(batch_of(5), logit_rows=np.array([1, 4], np.int32)))
+    taken.reserve(batch := batch_of(5)._replace(logit_rows=np.array([1, 4], np.int32)))
     assert taken.rows(batch).shape == (2, 2)
 
 
@@ -149,12 +148,12 @@ def test_a_step_that_does_not_fit_is_refused_before_it_computes() -> None:
     machine.arena.blocks[...] = 0
     rows = np.array([3], np.int32)
     for wrong in (
-        replace(batch, logit_rows=rows),
-        replace(batch, token_ids=np.array([1, 2, 10**6], np.int32)),
-        replace(batch, token_ids=np.array([1, 2, -1], np.int32)),
-        replace(batch, token_ids=rows),
-        replace(batch, groups=()),
-        replace(batch, groups=(replace(batch.groups[0], slot_mapping=np.zeros(2, np.int64)),)),
+        batch._replace(logit_rows=rows),
+        batch._replace(token_ids=np.array([1, 2, 10**6], np.int32)),
+        batch._replace(token_ids=np.array([1, 2, -1], np.int32)),
+        batch._replace(token_ids=rows),
+        batch._replace(groups=()),
+        batch._replace(groups=(batch.groups[0]._replace(slot_mapping=np.zeros(2, np.int64)),)),
     ):
         with pytest.raises(ValueError, match="program"):
             machine.model.forward(wrong)

@@ -85,7 +85,7 @@ def test_scores_are_the_twins(native: Ops, vocabulary: int) -> None:
     token_ids = rng.integers(0, vocabulary, 40).astype(np.int32)
     tops = rng.integers(0, 21, 40).astype(np.int32)
     scores, twin = native.score(logits, rows, token_ids, tops), TWIN.score(logits, rows, token_ids, tops)
-    for name in Scores.__dataclass_fields__:
+    for name in Scores._fields:
         assert np.array_equal(getattr(scores, name), getattr(twin, name)), name
     assert (twin.totals == 0).any()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
@@ -130,7 +129,7 @@ def test_salts_scores_and_formats_that_encode_whole_blocks_copy_nothing() -> Non
     scored = make_request("scored", [0, 1, 9], prompt_logprobs=0)
     manager.add(scored)
     assert manager.match(scored).num_tokens == 0
-    whole = KVManager(replace(make_spec(block_size=4), kv_format="by_block"), 8, watermark=0.0)
+    whole = KVManager(make_spec(block_size=4)._replace(kv_format="by_block"), 8, watermark=0.0)
     whole.free(run(whole, "first", FIRST))
     request, match = find(whole, "again", FIRST)
     assert (match.num_tokens, match.copied_from) == (8, ())

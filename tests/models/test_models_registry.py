@@ -63,9 +63,9 @@ def test_logits_of_other_rows_of_the_same_batch() -> None:
     batch = bench.batch([(bench.sequence(), [1, 2, 3]), (bench.sequence(), [4, 5])])
     every = bench.model.forward(batch).copy()
     assert every.shape == (5, TINY.size)
-    some = bench.model.logits(replace(batch, logit_rows=np.array([4, 1, 1], np.int32)))
+    some = bench.model.logits(batch._replace(logit_rows=np.array([4, 1, 1], np.int32)))
     assert np.array_equal(some, every[[4, 1, 1]])
-    assert bench.model.logits(replace(batch, logit_rows=np.empty(0, np.int32))).shape == (0, TINY.size)
+    assert bench.model.logits(batch._replace(logit_rows=np.empty(0, np.int32))).shape == (0, TINY.size)
 
 
 def test_steps_reuse_their_memory() -> None:

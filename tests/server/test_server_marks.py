@@ -47,7 +47,7 @@ def engine_with(template: str) -> AsyncEngine:
     info = replace(loaded.tokenizer.info, vocab_size=backend.get_vocab_size())
     tokenizer = load_tokenizer(backend.to_str().encode(), info)
     assert all(tokenizer.special_token_id(mark) is not None for mark in MARKS)
-    return AsyncEngine(Engine(replace(loaded, tokenizer=tokenizer, chat_template=ChatTemplate(template, info))))
+    return AsyncEngine(Engine(loaded._replace(tokenizer=tokenizer, chat_template=ChatTemplate(template, info))))
 
 
 @pytest.fixture

@@ -317,4 +317,4 @@ def test_the_first_completion_makes_the_tables_of_forms_too() -> None:
     engine = AsyncEngine(tiny_engine(ISAS[-1]))
     with serving(engine, ServerOptions()) as server, httpx.Client(base_url=server.url) as client:
         assert client.get("/ready").status_code == 200
-        assert engine._engine.grammars.num_kept == 1
+        assert engine._engine.forms.grammars.num_kept == 1

@@ -15,9 +15,9 @@ from helpers.tiny_models import BASE_VOCAB, TinyModel, write_tiny_gguf, write_ti
 from kvist.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from kvist.kernels.ops import PackedLinear
 from kvist.kernels.packing import unpack, unpack_quants
-from kvist.weights import ModelSource, open_model
 from kvist.weights.gguf import halves_from_interleaved
 from kvist.weights.gguf_quants import UndecodableTypeError, decode_matrix
+from kvist.weights.source import ModelSource, open_model
 
 NAMES = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj", "gate": "mlp.gate_proj",

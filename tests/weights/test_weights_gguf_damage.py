@@ -11,8 +11,8 @@ import pytest
 
 from helpers.tiny_models import write_tiny_gguf
 from kvist.errors import ModelError, ModelFormatError, UnsupportedModelError
-from kvist.weights import open_model
 from kvist.weights.gguf_file import read_gguf
+from kvist.weights.source import open_model
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,10 @@ import pytest
 
 from helpers.tiny_models import write_tiny_gguf, write_tiny_hf
 from kvist.errors import DownloadError, ModelFormatError, ModelNotFoundError
-from kvist.weights import hub, open_model, presets, wheels
+from kvist.weights import hub, presets, wheels
 from kvist.weights.hub import list_models, resolve_model
 from kvist.weights.presets import Part, Preset, Terms
+from kvist.weights.source import open_model
 
 CONTENT = [b"GGUF first half " * 1000, b"second half " * 1000]
 

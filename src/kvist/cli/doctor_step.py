@@ -6,7 +6,6 @@ the engine's and the kernels' (`step_profile`, `cost`).
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from kvist.config import EngineOptions
@@ -43,7 +42,7 @@ def examine_step(options: EngineOptions, context: int, steps: int = 64) -> dict[
         "python": [{"name": name, "us": microseconds} for name, microseconds in profile.python.items()],
         "native": [_call(call, peaks) for call in profile.native],
         "all_native": _call(_sum(profile), peaks),
-        "peaks": None if peaks is None else asdict(peaks),
+        "peaks": None if peaks is None else peaks._asdict(),
     }
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvist.engine.constraints import Constraint, Masks
+from kvist.engine.forms import Forms
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import PromptLogits
 from kvist.engine.sampler import Failure, Note, Sampler, SamplingState, score
 from kvist.kernels.ops import F32, Ops
 from kvist.request import Request
 from kvist.sched.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from kvist.engine.constraints import Constraint
 
 
 @dataclass
@@ -33,8 +37,8 @@ class Choice:
 class Drawing:
     """`choices` are the engine's own, by the names of their scheduler requests."""
 
-    def __init__(self, ops: Ops, masks: Masks, choices: Mapping[str, Choice]) -> None:
-        self._ops, self.masks, self._choices = ops, masks, choices
+    def __init__(self, ops: Ops, forms: Forms, choices: Mapping[str, Choice]) -> None:
+        self._ops, self._forms, self._choices = ops, forms, choices
         self._sampler = Sampler(ops)
 
     def draw(self, output: SchedulerOutput, logits: F32) -> tuple[dict[str, int], dict[str, Note]]:
@@ -56,7 +60,7 @@ class Drawing:
         if len(names) > len(logits):
             logits = np.repeat(logits, [1 + len(item.forks) for item in output.scheduled if item.samples], axis=0)
         if constrained:
-            self.masks.fill(constrained)
+            self._forms.fill_masks(constrained)
         token_ids, notes = self._sampler.sample(logits, states)
         return dict(zip(names, token_ids, strict=True)), {names[row]: note for row, note in notes.items()} if notes else {}
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
 from kvist.engine.batch import BatchBuilder
-from kvist.engine.constraints import Constraint, Masks
 from kvist.engine.drawing import Choice, Drawing
-from kvist.engine.kv_view import KVView
+from kvist.engine.forms import Forms
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import Runner
@@ -36,13 +36,15 @@ from kvist.request import (
     OutputDelta,
     Request,
     SamplingParams,
-    StructuredOutputsParams,
     TokenLogprob,
     prompt_sources,
 )
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.scheduler import Scheduler
-from kvist.text.grammar import Grammar, GrammarCompiler
+
+if TYPE_CHECKING:
+    from kvist.engine.kv_view import KVView
+    from kvist.text.grammar import Grammar
 
 FULLY_CHECKED_BLOCKS = 4096
 """A full check walks the pool; of a larger one only the count of free blocks is checked, so that the next request need not wait."""
@@ -70,13 +72,11 @@ class Engine:
         )
         self._tiers = loaded.tiers
         self._eos = self.tokenizer.eos_token_ids | set(config.model.eos_token_ids)
-        self.grammars = GrammarCompiler(self.tokenizer, config.model.vocab_size, self._eos)
+        self.forms = Forms(self.tokenizer, config.model.vocab_size, self._eos, config.num_threads)
         self._clock = clock
-        self.kv = KVView(self.manager, config, self.scheduler.preemptions, self.scheduler.account)
         self._seeds = random.Random(config.seed)
         self._choices: dict[str, Choice] = {}
-        masks = Masks(self.grammars.mask_words, config.model.vocab_size, config.num_threads)
-        self._drawing = Drawing(loaded.ops, masks, self._choices)
+        self._drawing = Drawing(loaded.ops, self.forms, self._choices)
         self._requests: dict[str, set[str]] = {}
         self._pending: list[OutputDelta] = []
         self._counters = Counters()
@@ -85,6 +85,13 @@ class Engine:
     def from_options(cls, options: EngineOptions, *, report: Callable[[str], None] | None = None) -> Engine:
         """Load the model (pulling and packing it when needed) and size the pool. `report` gets sentences for the user."""
         return cls(load(options, report=report))
+
+    @cached_property
+    def kv(self) -> KVView:
+        """What people ask about KV memory; loaded with the first question."""
+        from kvist.engine.kv_view import KVView
+
+        return KVView(self.manager, self.config, self.scheduler.preemptions, self.scheduler.account)
 
     @property
     def has_work(self) -> bool:
@@ -113,7 +120,7 @@ class Engine:
             max_tokens = self._beside_pins(len(prompt_token_ids), max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         arrival = self._clock() if arrival_time is None else arrival_time
-        grammar = grammar or self.compile_form(params)
+        grammar = grammar or self.forms.compile(params)
         prompt = list(prompt_token_ids)
         choices: dict[str, Choice] = {}
         for index in range(params.n):
@@ -133,7 +140,7 @@ class Engine:
             )
             output = ChoiceOutput.of(request_id, request, self.tokenizer)
             sampling = SamplingState.of(request, self.config.model.vocab_size)
-            constraint = None if grammar is None else Constraint(grammar, request)
+            constraint = self.forms.constrain(grammar, request)
             choices[request.request_id] = Choice(request, output, sampling, constraint)
         try:
             for choice in choices.values():
@@ -155,9 +162,7 @@ class Engine:
 
     def compile_form(self, params: SamplingParams) -> Grammar | None:
         """The form of a request's output, ready for `add_request`; any thread may call it. Raises InvalidRequestError."""
-        form = params.structured_outputs
-        assert form is None or isinstance(form, StructuredOutputsParams)
-        return None if form is None else self.grammars.compile(form)
+        return self.forms.compile(params)
 
     def render_chat(self, messages: list[dict[str, Any]], /, **template_options: Any) -> list[int]:
         """Token ids of a conversation by the model's own template, which writes its own special tokens; any thread may call it."""

@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BATCH_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-@dataclass(frozen=True, slots=True)
-class HistogramSnapshot:
+class HistogramSnapshot(NamedTuple):
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
     """The sum of all values."""
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
         """(bound, observations up to it), as Prometheus has them, infinity last."""

@@ -8,7 +8,7 @@ blocks, neither by names nor by counts. Times are seconds ago.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -214,14 +214,14 @@ class KVView:
         root, hashes = manager.hashes_of(token_ids, salt)
         found = manager.find(token_ids, salt).num_tokens
         on_disk = max(0, self._on_disk(manager, hashes, limit) - found)
-        miss = asdict(manager.explain(token_ids, salt, found + on_disk, plain_salt))
+        miss = manager.explain(token_ids, salt, found + on_disk, plain_salt)._asdict()
         nearest = manager.keeper.nearest(root, token_ids, hashes, size) if isinstance(manager, KVManager) else None
         return {
             "prompt_tokens": len(token_ids),
             "hit_tokens": {"device": found, "disk": on_disk},
             "block_size": size,
             "miss": {name: _round(value) for name, value in miss.items() if value is not None},
-            "nearest": None if nearest is None else asdict(nearest),
+            "nearest": None if nearest is None else nearest._asdict(),
         }
 
     def pin(self, now: float, salt: str, token_ids: list[int], hints: KVHints | None) -> dict[str, Any]:

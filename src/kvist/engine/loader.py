@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvist.config import DTYPES, KV_FORMATS, EngineConfig, EngineOptions, ModelConfig, check_options, describe_pool, resolve
 from kvist.engine.kernels import select_ops
 from kvist.engine.memory import make_memory
 from kvist.engine.runner import ForwardModel
-from kvist.engine.tiers import Tiers, open_disk_tier
 from kvist.kernels.ops import F32, Ops, PackedLinear
 from kvist.kv.block import make_key
 from kvist.kv.memory import KVMemory
@@ -24,21 +22,19 @@ from kvist.machine import available_cpus, usable_cpus
 from kvist.models import build_model
 from kvist.store.arena import Arena
 from kvist.text.chat_template import ChatTemplate
-from kvist.text.tokenizer import Tokenizer, TokenizerInfo, load_tokenizer
+from kvist.text.tokenizer import Tokenizer, TokenizerInfo
+from kvist.text.tokenizer_parts import join_tokenizer, split_tokenizer
 
 if TYPE_CHECKING:
+    from kvist.engine.tiers import Tiers
     from kvist.weights.pack import PackedModel
     from kvist.weights.source import TokenizerSource
 
 Report = Callable[[str], None]
 Done = Callable[[str], None]
-TOKENIZER_FILE, INFO_FILE, TEMPLATE_FILE, VERSION_FILE = (
-    "tokenizer.json",
-    "tokenizer_info.json",
-    "chat_template.jinja",
-    "text_version",
-)
-TEXT_VERSION = b"1"
+INFO_FILE, TEMPLATE_FILE, VERSION_FILE = "tokenizer_info.json", "chat_template.jinja", "text_version"
+"""Besides the tokenizer's own parts (`text/tokenizer_parts.py`)."""
+TEXT_VERSION = b"2"
 """Raised when tokenizers are built differently: packs with another version are made again."""
 
 
@@ -55,8 +51,7 @@ class Packed(Protocol):
     def key(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What an `Engine` is made of."""
 
     config: EngineConfig
@@ -120,9 +115,11 @@ def assemble(
     )
     done("model")
     # Last, as it takes the folder: whatever fails before leaves it free.
-    tiers = (
-        None if config.disk_tier is None else open_disk_tier(config.disk_tier, memory.manager, memory.arena.blocks, warn or _warn)
-    )
+    tiers: Tiers | None = None
+    if config.disk_tier is not None:
+        from kvist.engine.tiers import open_disk_tier
+
+        tiers = open_disk_tier(config.disk_tier, memory.manager, memory.arena.blocks, warn or _warn)
     return Loaded(config, ops, model, memory.manager, memory.arena, tokenizer, template, tiers)
 
 
@@ -165,7 +162,7 @@ def _text_files(source: TokenizerSource, config: ModelConfig) -> dict[str, bytes
     from kvist.text.build import build_tokenizer
 
     tokenizer_json, info = build_tokenizer(source, eos_token_ids=config.eos_token_ids, bos_token_id=config.bos_token_id)
-    files = {VERSION_FILE: TEXT_VERSION, TOKENIZER_FILE: tokenizer_json, INFO_FILE: info.to_json()}
+    files = {VERSION_FILE: TEXT_VERSION, INFO_FILE: info.to_json(), **split_tokenizer(tokenizer_json)}
     if source.chat_template is not None:
         files[TEMPLATE_FILE] = source.chat_template.encode()
     return files
@@ -173,6 +170,6 @@ def _text_files(source: TokenizerSource, config: ModelConfig) -> dict[str, bytes
 
 def _load_text(files: Mapping[str, bytes]) -> tuple[Tokenizer, ChatTemplate | None]:
     info = TokenizerInfo.from_json(files[INFO_FILE])
-    tokenizer = load_tokenizer(files[TOKENIZER_FILE], info)
+    tokenizer = Tokenizer(join_tokenizer(files), info)
     template = files.get(TEMPLATE_FILE)
     return tokenizer, None if template is None else ChatTemplate(template.decode(), info)

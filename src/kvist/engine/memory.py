@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.config import EngineConfig
 from kvist.kv.kinds import Sizes, make_kv_memory
@@ -15,8 +15,7 @@ from kvist.kv.memory import KVMemory
 from kvist.store.arena import Arena
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     manager: KVMemory
     arena: Arena
 

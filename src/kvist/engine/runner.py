@@ -7,8 +7,8 @@ latter in slices so that a long prompt never holds [prompt, vocabulary] floats a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,8 +34,7 @@ class ForwardModel(Protocol):
         """Logits of `batch.logit_rows`, of the batch that `forward` computed last."""
 
 
-@dataclass(frozen=True)
-class PromptLogits:
+class PromptLogits(NamedTuple):
     """Logits of the rows at positions [start, start + len(logits)) of one request's prompt."""
 
     request_id: str
@@ -67,4 +66,4 @@ class Runner:
         for start in range(item.prompt_logprobs_from - item.start, len(item.token_ids), LOGITS_SLICE):
             stop = min(start + LOGITS_SLICE, len(item.token_ids))
             rows = np.arange(first_row + start, first_row + stop, dtype=np.int32)
-            yield PromptLogits(item.request_id, item.start + start, self.model.logits(replace(batch, logit_rows=rows)))
+            yield PromptLogits(item.request_id, item.start + start, self.model.logits(batch._replace(logit_rows=rows)))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvist.engine.histogram import BATCH_REQUESTS, BATCH_TOKENS, STEP_SECONDS, Histogram, HistogramSnapshot
-from kvist.engine.tiers import TierSnapshot
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.preemption import Preemption
 
+if TYPE_CHECKING:
+    from kvist.engine.tiers import TierSnapshot
 
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
+
+class EngineSnapshot(NamedTuple):
     """The engine at one moment, frozen. Counts start at 0 with the engine and never shrink; times in seconds."""
 
     num_running: int

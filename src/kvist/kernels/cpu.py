@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +49,7 @@ PEAK_MEMORY = 256 << 20
 """Bytes that are read to tell how fast memory is: more than the caches hold."""
 
 
-@dataclass(frozen=True)
-class Peaks:
+class Peaks(NamedTuple):
     """What the machine reaches with a build's own building blocks: bytes a second read from memory, operations a second of f32
     products and of the integer products of the quantized formats (scales left out)."""
 
@@ -120,8 +119,7 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
-@dataclass(frozen=True)
-class _LinearHandle:
+class _LinearHandle(NamedTuple):
     native: Any
     n: int
     k: int
@@ -136,14 +134,12 @@ class _LinearHandle:
         return tuple(dict.fromkeys(segment.format for segment in self.keep))
 
 
-@dataclass(frozen=True)
-class _CacheHandle:
+class _CacheHandle(NamedTuple):
     arena: npt.NDArray[np.uint8]
     spec: KVSpec
 
 
-@dataclass(frozen=True)
-class _AttentionHandle:
+class _AttentionHandle(NamedTuple):
     native: Any
     cache: _CacheHandle
     params: AttentionParams
@@ -157,8 +153,7 @@ class _AttentionHandle:
         return self.cache.spec.bytes_per_token_layer
 
 
-@dataclass(frozen=True)
-class _StepHandle:
+class _StepHandle(NamedTuple):
     native: Any
     keep: ForwardBatch
 

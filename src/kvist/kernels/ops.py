@@ -15,8 +15,7 @@ All float arrays are C-contiguous float32 unless stated; 16-bit values travel as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +40,7 @@ KEY_TILE = 16
 """Keys stored side by side in a block; `block_size` is a multiple of it."""
 
 
-@dataclass(frozen=True)
-class PackedLinear:
+class PackedLinear(NamedTuple):
     """A weight matrix [n, k] (n outputs) in the kernels' layout; P = ceil(n / 16) panels, zero-padded, G = k / 32 groups.
 
     | format | data | scale, minimum |
@@ -70,8 +68,7 @@ class PackedLinear:
         return sum(part.nbytes for part in (self.data, self.scale, self.minimum) if part is not None)
 
 
-@dataclass(frozen=True)
-class GroupTables:
+class GroupTables(NamedTuple):
     """Where one KV group's tokens are. block_table: int32 [num_seqs, max_blocks]; slot_mapping: int64 [num_tokens], the slot
     (block id * block_size + offset) that each row's key and value go to."""
 
@@ -79,8 +76,7 @@ class GroupTables:
     slot_mapping: I64
 
 
-@dataclass(frozen=True)
-class ForwardBatch:
+class ForwardBatch(NamedTuple):
     """Everything a forward pass needs of the requests. Rows of sequence s are query_start_loc[s] .. query_start_loc[s + 1]; its
     positions are consecutive and end at seq_lens[s] - 1. `logit_rows`: the rows whose logits are wanted."""
 
@@ -89,15 +85,14 @@ class ForwardBatch:
     query_start_loc: I32
     seq_lens: I32
     groups: tuple[GroupTables, ...]
-    logit_rows: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    logit_rows: I32 = np.empty(0, np.int32)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class AttentionParams:
+class AttentionParams(NamedTuple):
     """One layer's attention. `cos` and `sin` are [positions, rotary_dim / 2]; pairs are (i, i + rotary_dim / 2) within a head.
     `q_norm` and `k_norm` (RMS norms over a head, before the rotation) are [head_dim] or None."""
 

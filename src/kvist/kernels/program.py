@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,14 +40,12 @@ class Array:
         return len(batch.logit_rows) if self.taken else batch.num_tokens
 
 
-@dataclass(frozen=True)
-class Embed:
+class Embed(NamedTuple):
     table: Linear
     out: Array
 
 
-@dataclass(frozen=True)
-class NormLinear:
+class NormLinear(NamedTuple):
     x: Array
     norm: F32
     eps: float
@@ -56,15 +53,13 @@ class NormLinear:
     out: Array
 
 
-@dataclass(frozen=True)
-class LinearAdd:
+class LinearAdd(NamedTuple):
     x: Array
     weight: Linear
     residual: Array
 
 
-@dataclass(frozen=True)
-class GatedMlp:
+class GatedMlp(NamedTuple):
     x: Array
     norm: F32
     eps: float
@@ -72,21 +67,18 @@ class GatedMlp:
     down: Linear
 
 
-@dataclass(frozen=True)
-class RopeWrite:
+class RopeWrite(NamedTuple):
     attention: Any
     qkv: Array
 
 
-@dataclass(frozen=True)
-class Attend:
+class Attend(NamedTuple):
     attention: Any
     qkv: Array
     out: Array
 
 
-@dataclass(frozen=True)
-class Take:
+class Take(NamedTuple):
     """out[i] = x[batch.logit_rows[i]]"""
 
     x: Array
@@ -99,7 +91,7 @@ Call = Embed | NormLinear | LinearAdd | GatedMlp | RopeWrite | Attend | Take
 
 def arrays_of(calls: Sequence[Call]) -> list[Array]:
     """The arrays that calls name, each once, in the order of their first use."""
-    named = [value for call in calls for value in vars(call).values() if isinstance(value, Array)]
+    named = [value for call in calls for value in call if isinstance(value, Array)]
     return list(dict.fromkeys(named))
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +44,7 @@ DRAWN, NO_NUMBER, NONE_LEFT = 0, 1, 2
 """What came of a row: a token; the model's logits hold no finite number; bias and mask leave none."""
 
 
-@dataclass(frozen=True)
-class Adjustment:
+class Adjustment(NamedTuple):
     """What changes one row's logits before a token is drawn; each part is optional. Ids of one part are distinct.
 
     `mask` uint32 [ceil(vocabulary / 32)]: bit `token % 32` of word `token // 32` says that a token is allowed. `bias` float64 is
@@ -67,8 +66,7 @@ Drawn = tuple[list[int], list[int]]
 """A token id for each row, and for each an outcome, which says whether that is one."""
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Tokens in their rows' own distributions: `logits` of the tokens; `peaks`, the rows' largest; `totals`, the sums of all
     weights (0 where a row holds no finite number); `ranks` (1: the likeliest); and the likeliest tokens [S, most tops] with
     their logits, of which row s has as many as it asked for (and as the vocabulary has)."""

@@ -7,7 +7,6 @@ has, so nobody is told of another's prefixes. It knows no pool and changes nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -78,7 +77,7 @@ class Explainer:
         if plain_salt is not None and plain_salt != salt and miss.reason in ("never_seen", "not_found"):
             reach = self._memory.find(token_ids, plain_salt).num_tokens
             if reach > position:
-                return replace(miss, reason="other_salt", would_hit=reach)
+                return miss._replace(reason="other_salt", would_hit=reach)
         return self._in_other_formats(miss, token_ids, salt)
 
     def _with_names(self, token_ids: list[int], salt: str) -> tuple[BlockHash, list[int], list[BlockHash]]:
@@ -90,7 +89,7 @@ class Explainer:
             return miss
         for (kv_format, size), root in self._roots.items():
             if (reach := self._kept(root(salt), token_ids, size)) > miss.position:
-                return replace(miss, reason="other_format", would_hit=reach, kept_as=f"{kv_format} in blocks of {size}")
+                return miss._replace(reason="other_format", would_hit=reach, kept_as=f"{kv_format} in blocks of {size}")
         return miss
 
     def _kept(self, root: BlockHash, token_ids: Sequence[int], size: int) -> int:

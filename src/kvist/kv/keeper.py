@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.kv.block import BlockHash
 from kvist.kv.eviction import POLICIES
@@ -33,8 +33,7 @@ LOOK_AHEAD = 8
 """Ghosts are lost at times; one of a later block tells as much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Nearest:
+class Nearest(NamedTuple):
     """The known prompt that shares most with another."""
 
     common_tokens: int

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvist.kv.contiguous import ContiguousSpans
 from kvist.kv.manager import KVManager
 from kvist.kv.memory import KVMemory
-from kvist.kv.span_manager import SpanManager
 from kvist.kv.spec import KVSpec
-from kvist.kv.virtual import VirtualSpans
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What bounds a memory: blocks with physical memory at once, tokens of a request, requests at once, bytes of a system page."""
 
     num_blocks: int
@@ -53,12 +49,19 @@ def make_kv_memory(
             priority_budget=priority_budget,
         )
         return paged, sizes.num_blocks
+    # Spans are the exception: a start with paged blocks loads nothing of them.
+    from kvist.kv.span_manager import SpanManager
+
     if allocator == "contiguous":
+        from kvist.kv.contiguous import ContiguousSpans
+
         reserved = ContiguousSpans(sizes.num_blocks, len(spec.groups), spec.block_bytes)
         assert not enable_prefix_caching, "refused when options are checked"
         manager = SpanManager(spec, sizes.num_blocks, reserved, enable_prefix_caching=False, key=key, watermark=watermark)
         return manager, reserved.num_ids
     assert allocator == "virtual", f"an unknown allocator: {allocator}"
+    from kvist.kv.virtual import VirtualSpans
+
     spans = VirtualSpans(
         sizes.num_blocks,
         len(spec.groups),

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvist.errors import ConfigError
 from kvist.kv.block import BlockHash
@@ -23,8 +22,7 @@ from kvist.kv.spec import KVSpec
 from kvist.request import PrefixMiss, Request
 
 
-@dataclass(frozen=True, slots=True)
-class KVUsage:
+class KVUsage(NamedTuple):
     """The pool at one moment, in blocks; `live + cached + free == total`."""
 
     total: int
@@ -38,8 +36,7 @@ class KVUsage:
     """Cached blocks that were reused, since the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryAccount:
+class MemoryAccount(NamedTuple):
     """KV memory at one moment, in bytes; the definitions are in the module's docstring."""
 
     reserved: int
@@ -67,8 +64,7 @@ class MemoryAccount:
         return (self.held - self.used) / self.held if self.held else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class MemoryPlan(NamedTuple):
     """What must happen to the arena before a step: first ranges of bytes are given back to the system, then blocks are copied, in
     order. No range holds the source of a copy."""
 

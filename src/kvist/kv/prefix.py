@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvist.kv.block import BlockHash
 from kvist.kv.spec import first_block
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """A prefix of `num_tokens` that needs no computing and, per group, the ids of its logical blocks. Entries before
     `first_blocks[group]` are outside the window of the next row and hold 0."""
 
@@ -33,12 +32,11 @@ class PrefixMatch:
         return (
             self
             if not self.num_copied
-            else replace(self, num_tokens=self.num_tokens - self.num_copied, copied_from=(), num_copied=0)
+            else self._replace(num_tokens=self.num_tokens - self.num_copied, copied_from=(), num_copied=0)
         )
 
 
-@dataclass(frozen=True, slots=True)
-class IndexListing:
+class IndexListing(NamedTuple):
     """The index at one moment, by block id: hash, hash of the block before it in its prefix (or the root), root, and KV group (two
     bytes each). None: the block is not indexed."""
 

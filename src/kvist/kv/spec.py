@@ -8,23 +8,21 @@ Source of the formula: keys and values of one token take 2 x layers x kv_heads x
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 BYTES_PER_ELEMENT = {"bf16": 2, "f16": 2, "f32": 4}
 PER_TOKEN_FORMATS = frozenset(BYTES_PER_ELEMENT)
 """Formats in which a token's bytes depend on that token alone, and not on others of its block."""
 
 
-@dataclass(frozen=True)
-class KVGroup:
+class KVGroup(NamedTuple):
     """Layers (model indices, ascending) with one window (in tokens; None: full attention)."""
 
     layers: tuple[int, ...]
     window: int | None
 
 
-@dataclass(frozen=True)
-class KVSpec:
+class KVSpec(NamedTuple):
     """What the KV cache of one model in one format looks like."""
 
     num_kv_heads: int

@@ -18,7 +18,7 @@ a restore are held (pinned) from `prepare` to `complete`, and are found by the i
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.kv.block import BlockHash
 from kvist.kv.prefix import PrefixIndex
@@ -29,8 +29,7 @@ Owned = dict[BlockHash, BlockHash | None]
 """Blocks, each with the root of its prefix where that is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """One block, and what its content is called."""
 
     block_hash: BlockHash
@@ -43,16 +42,14 @@ class BlockCopy:
         return name_of(self.group, self.block_hash)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferPlan:
+class TransferPlan(NamedTuple):
     """Blocks to copy out (before anything else is written to them), or to fill (before `complete` says that they are)."""
 
     plan_id: int
     copies: tuple[BlockCopy, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(NamedTuple):
     """What a tier could add to a request's hit on the device: tokens [start, stop), by blocks that the device lacks."""
 
     start: int
@@ -64,8 +61,7 @@ class Restore:
     """Of the prefix; of each missing block the name of the one before it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierRates:
+class TierRates(NamedTuple):
     """Measured speeds; None where nothing has been measured yet."""
 
     read_bytes_per_second: int | None = None

@@ -16,7 +16,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from kvist.kv.block import BlockHash
@@ -117,7 +116,7 @@ class Trails:
         sources = tuple(block_id for block_id in found if block_id is not None)
         if not common or len(sources) < len(found):
             return match
-        return replace(match, num_tokens=match.num_tokens + common, copied_from=sources, num_copied=common)
+        return match._replace(num_tokens=match.num_tokens + common, copied_from=sources, num_copied=common)
 
     def check_invariants(self) -> None:
         assert len(self._ended) == len(set(self._ended)) <= MAX_PROMPTS

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from kvist.kv.block import BlockHash
 from kvist.kv.prefix import PrefixIndex
 
 
-@dataclass(frozen=True, slots=True)
-class UseListing:
+class UseListing(NamedTuple):
     """What is noted at each block id at one moment."""
 
     finds: Sequence[int]

@@ -9,8 +9,7 @@ Source: Touvron et al. 2023; grouped-query attention, Ainslie et al. 2023.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +22,7 @@ from kvist.kv.spec import KVSpec
 from kvist.models.layers import rope_tables
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     attn_norm: F32
     qkv: Linear
     attention: Any

@@ -35,8 +35,7 @@ class ScheduledRequest(NamedTuple):
     """Waiting requests of the same tokens, which hold nothing: each draws a token from the same logits and goes on from there."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptionRecord:
+class PreemptionRecord(NamedTuple):
     """A request that lost its blocks in this step, for whom, and how many computed tokens it must compute again."""
 
     request_id: str

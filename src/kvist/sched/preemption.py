@@ -7,8 +7,7 @@ request runs again; `records` is made anew only when something changed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvist.sched.output import PreemptionRecord
 
@@ -18,8 +17,7 @@ PreemptionKind = Literal["recompute", "swap"]
 PreemptionState = Literal["waiting", "resumed", "ended"]
 
 
-@dataclass(frozen=True, slots=True)
-class Preemption:
+class Preemption(NamedTuple):
     """One request's loss of its blocks. Times by the engine's clock, in seconds."""
 
     number: int
@@ -80,7 +78,7 @@ class PreemptionLog:
         record = None if number is None else self._records.get(number)
         if record is not None:
             stall = None if now is None else now - record.time
-            self._records[record.number] = replace(record, state=state, stall=stall, num_tokens_found=num_tokens_found)
+            self._records[record.number] = record._replace(state=state, stall=stall, num_tokens_found=num_tokens_found)
             self._view = None
 
     def records(self) -> tuple[Preemption, ...]:

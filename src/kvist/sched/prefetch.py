@@ -14,7 +14,7 @@ blocks stay pinned until it is complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.kv.manager import KVManager
 from kvist.kv.prefix import PrefixMatch
@@ -25,8 +25,7 @@ DEPTH = 4
 MIN_WAIT, MAX_WAIT = 0.25, 10.0
 
 
-@dataclass(slots=True)
-class _Wait:
+class _Wait(NamedTuple):
     """One request's decision: a plan, or none (`plan_id` None: it is computed)."""
 
     plan_id: int | None

@@ -15,8 +15,9 @@ from kvist.server.answers import Reading
 from kvist.server.client import TokenizerClient
 from kvist.server.tools import ToolUse
 from kvist.text.answer_form import Thoughts, answer_form
+from kvist.text.chat_template import knows_tools
 from kvist.text.reasoning import CLOSES, OPENS, ReasoningSplitter, opened_by, thinks
-from kvist.text.tool_formats import FORMATS, ToolFormat, detect_format, find_format, knows_tools
+from kvist.text.tool_formats import FORMATS, ToolFormat, detect_format, find_format
 from kvist.text.tool_prompt import describe_tools
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")

@@ -8,7 +8,7 @@ of the choice which was first.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.request import OutputDelta, PrefixMiss, RequestEvent, RequestUsage
@@ -87,7 +87,7 @@ class Tally:
 
 
 def _describe_miss(miss: PrefixMiss) -> dict[str, Any]:
-    told = {name: value for name, value in asdict(miss).items() if value is not None}
+    told = {name: value for name, value in miss._asdict().items() if value is not None}
     return told if miss.evicted_ago is None else told | {"evicted_ago": round(miss.evicted_ago, 3)}
 
 

@@ -1,6 +1,6 @@
 """From a model's raw tokenizer material, of either kind, to the two things a tokenizer is loaded from.
 
-A pack keeps what `build_tokenizer` returns, so that this runs once for each model and later starts only call `load_tokenizer`.
+A pack keeps what `build_tokenizer` returns (in the parts of `tokenizer_parts.py`), so that this runs once for each model.
 This module chooses between gguf_vocab.py and hf_vocab.py and knows nothing else.
 """
 

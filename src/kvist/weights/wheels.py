@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from kvist.errors import DownloadError
 from kvist.weights.locks import exclusive
-from kvist.weights.presets import Part, Preset
+from kvist.weights.presets import Part, Preset, is_whole
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, bytes done and bytes in all (0: not known)."""
@@ -28,11 +28,7 @@ Progress = Callable[[str, int, int], None]
 CHUNK = 1 << 20
 
 
-def silent(stage: str, done: int, total: int) -> None:
-    """The progress callback that shows nothing."""
-
-
-def fetch_preset(preset: Preset, target: Path, progress: Progress = silent) -> Path:
+def fetch_preset(preset: Preset, target: Path, progress: Progress) -> Path:
     """Make `target` the preset's file. Raises DownloadError with one sentence; then nothing but the lock file is left."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,14 +44,6 @@ def fetch_preset(preset: Preset, target: Path, progress: Progress = silent) -> P
     except OSError as error:
         raise DownloadError(_explain(preset, target, error)) from error
     return target
-
-
-def is_whole(preset: Preset, path: Path) -> bool:
-    """Whether the file is here. It was checked when it was put there; afterwards only a change of size is noticed."""
-    try:
-        return path.stat().st_size == preset.size
-    except OSError:
-        return False
 
 
 def _explain(preset: Preset, target: Path, error: OSError) -> str:
