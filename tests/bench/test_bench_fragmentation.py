@@ -7,10 +7,10 @@ import statistics
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from kvist.bench.fragmentation import MAX_LEN, SYSTEM_TOKENS, Run, draw_chats, plot, run_crowd
-from kvist.cli.bench import app
+from kvist.cli.main import build_app
 from kvist.kv.spec import KVSpec, group_layers
 
 SPEC = KVSpec(3, 64, "bf16", 16, group_layers((None,) * 30))
@@ -59,7 +59,7 @@ def test_an_average_is_over_bytes_and_time() -> None:
 
 
 def test_the_command_prints_the_same_facts_as_json_and_as_a_table(tmp_path: Path) -> None:
-    arguments = ["fragmentation", "--requests", "30", "--num-kv-blocks", "200"]
+    app, arguments = build_app("bench"), ["bench", "fragmentation", "--requests", "30", "--num-kv-blocks", "200"]
     report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert [row["allocator"] for row in report["runs"]] == ["paged", "contiguous", "virtual"]
     picture = tmp_path / "memory.png"

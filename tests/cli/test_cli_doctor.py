@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvist.bench import machine
-from kvist.cli import doctor
+from kvist.cli import doctor_report
 from kvist.cli import main as cli
 from kvist.config import EngineOptions
 from kvist.kernels import cpu
@@ -22,7 +22,7 @@ HEALTHY: dict[str, Any] = {
 
 
 def advice(**changes: Any) -> list[str]:
-    return doctor.advice(HEALTHY | changes)
+    return doctor_report.advice(HEALTHY | changes)
 
 
 def test_nothing_missing_nothing_said() -> None:
@@ -72,13 +72,13 @@ def test_exit_status_says_whether_native_kernels_run(
 
 def test_flags_are_compared_in_one_spelling() -> None:
     flags = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"]
-    assert doctor.kernel_facts(flags)["suited"] == ["avx512", "avx2", "portable"]
-    assert doctor.kernel_facts(["avx2", "fma", "f16c"])["suited"] == ["avx2", "portable"]
+    assert doctor_report.kernel_facts(flags)["suited"] == ["avx512", "avx2", "portable"]
+    assert doctor_report.kernel_facts(["avx2", "fma", "f16c"])["suited"] == ["avx2", "portable"]
     assert {flag.replace("_", "") for flag in machine.ISA_FLAGS} >= set(cpu.REQUIRED_FLAGS["avx512"])
 
 
 def test_the_report_for_people_has_a_line_a_fact(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.print_report(doctor.examine(False, EngineOptions()))
+    doctor_report.print_report(doctor_report.examine(False, EngineOptions()))
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line and not line.startswith("->")]
     assert names == ["kvist", "processor", "instructions", "cores", "memory", "kernels", "compiler", "models"]
 

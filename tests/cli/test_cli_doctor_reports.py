@@ -11,7 +11,7 @@ import pytest
 from helpers.machines import ISAS, NATIVE, needs_native
 from helpers.tiny_engine import tiny_engine
 from helpers.tiny_models import write_tiny_gguf
-from kvist.cli import doctor, doctor_startup, doctor_step
+from kvist.cli import doctor_report, doctor_startup, doctor_step
 from kvist.cli import main as cli
 from kvist.config import EngineOptions
 from kvist.engine.step_profile import PYTHON_PARTS, profile_step
@@ -102,12 +102,12 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
 
 @needs_native
 def test_peaks_are_measured_with_the_kernels_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.cpu, "PEAK_MEMORY", 1 << 20)
-    peaks: dict[str, Any] = doctor.measured(EngineOptions(num_threads=2))
+    monkeypatch.setattr(doctor_report.cpu, "PEAK_MEMORY", 1 << 20)
+    peaks: dict[str, Any] = doctor_report.measured(EngineOptions(num_threads=2))
     assert (peaks.pop("isa"), peaks.pop("num_threads")) == (NATIVE[0], 2)
     assert set(peaks) == {"read_bytes", "f32", "w8a8", "w4a8"}
     assert min(peaks.values()) > 0
-    without = doctor.measured(EngineOptions(isa="numpy", num_threads=1))
+    without = doctor_report.measured(EngineOptions(isa="numpy", num_threads=1))
     assert set(without) == {"isa", "num_threads", "read_bytes"}
 
 

@@ -9,12 +9,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-import typer
+from click.exceptions import Exit
 
 from kvist.cli import main as cli
+from kvist.cli.params import make_command
 from kvist.errors import ConfigError, DownloadError, InvalidRequestError, KvistError, ModelNotFoundError
 
-HEAVY = ("numpy", "torch", "fastapi", "uvicorn", "tokenizers", "gguf", "transformers", "pydantic_core", "jinja2")
+HEAVY = ("numpy", "torch", "fastapi", "uvicorn", "tokenizers", "gguf", "transformers", "pydantic_core", "jinja2", "rich")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,12 +35,20 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
         f"print('HEAVY', [name for name in {HEAVY} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    # pydantic's core comes with recent typers themselves; everything else would be ours.
-    heavy = done.stdout.splitlines()[-1]
-    assert heavy in ("HEAVY []", "HEAVY ['pydantic_core']")
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
     for command in cli.COMMANDS:
         assert f"\n  {command.name} " in done.stdout
         assert command.summary in done.stdout
+
+
+@pytest.mark.parametrize("name", [command.name for command in cli.COMMANDS])
+def test_a_commands_help_imports_nothing_heavy(name: str) -> None:
+    code = (
+        f"import sys\nfrom kvist.cli.main import main\ntry:\n    main([{name!r}, '--help'])\nexcept SystemExit:\n    pass\n"
+        f"print('HEAVY', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
 def test_version() -> None:
@@ -82,7 +91,7 @@ def test_our_errors_become_one_sentence_and_a_status(error: KvistError, expected
     def command() -> None:
         raise error
 
-    with pytest.raises(typer.Exit) as left:
+    with pytest.raises(Exit) as left:
         cli.guarded(command)()
     assert left.value.exit_code == expected
     assert capsys.readouterr().err == f"kvist: {error}\n"
@@ -92,7 +101,7 @@ def test_a_file_error_names_the_file(capsys: pytest.CaptureFixture[str]) -> None
     def command() -> None:
         Path("/nonexistent/file").read_text()
 
-    with pytest.raises(typer.Exit) as left:
+    with pytest.raises(Exit) as left:
         cli.guarded(command)()
     assert left.value.exit_code == 1
     assert capsys.readouterr().err == "kvist: /nonexistent/file: No such file or directory.\n"
@@ -102,7 +111,7 @@ def test_a_full_disk_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
         Path("/dev/full").write_text("x")
 
-    with pytest.raises(typer.Exit) as left:
+    with pytest.raises(Exit) as left:
         cli.guarded(command)()
     assert left.value.exit_code == 1
     assert capsys.readouterr().err == "kvist: the disk is full; free some of it and try again.\n"
@@ -112,7 +121,7 @@ def test_an_interrupt_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(typer.Exit) as left:
+    with pytest.raises(Exit) as left:
         cli.guarded(command)()
     assert left.value.exit_code == 130
     assert capsys.readouterr() == ("", "")
@@ -122,9 +131,7 @@ def test_a_warning_is_a_sentence_too(monkeypatch: pytest.MonkeyPatch, capsys: py
     def command() -> None:
         warnings.warn("It is slow here.", RuntimeWarning, stacklevel=1)
 
-    app = typer.Typer()
-    app.command()(command)
-    monkeypatch.setattr(cli, "build_app", lambda wanted: app)
+    monkeypatch.setattr(cli, "build_app", lambda wanted: make_command(command, "kvist"))
     before = warnings.showwarning
     assert status([]) == 0
     assert capsys.readouterr().err == "kvist: warning: It is slow here.\n"
@@ -146,12 +153,12 @@ def test_only_the_command_asked_for_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     parts = ("compare", "fragmentation", "memory", "prefix", "sweep", "tiers")
-    names = ("bench", *(f"bench_{part}" for part in parts), "fetching", "main", "options", "terminal")
+    names = ("bench", *(f"bench_{part}" for part in parts), "fetching", "main", "options", "params", "terminal")
     assert done.stdout == f"{[f'kvist.cli.{name}' for name in names]}\n"
 
 
 def test_an_interrupt_while_the_command_line_is_imported_is_quiet() -> None:
-    code = "import sys\nsys.modules['typer'] = None\nimport kvist.cli\n"
+    code = "import sys\nsys.modules['click'] = None\nimport kvist.cli\n"
     code += "class Stop:\n    def find_spec(self, name, *rest):\n        if name == 'kvist.cli.main': raise KeyboardInterrupt\n"
     code += "sys.meta_path.insert(0, Stop())\nkvist.cli.run()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -161,8 +168,9 @@ def test_an_interrupt_while_the_command_line_is_imported_is_quiet() -> None:
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"? ?\n"), ("utf-8", "\u6f22 ?\n".encode())])
 def test_a_character_that_cannot_be_shown_is_a_question_mark(encoding: str, shown: bytes) -> None:
     code = (
-        "from kvist.cli import main as cli\nimport typer\napp = typer.Typer()\n"
-        "@app.command()\ndef show() -> None: print('\\u6f22', '\\ud800')\ncli.build_app = lambda wanted: app\ncli.main([])"
+        "from kvist.cli import main as cli\n"
+        "def show() -> None: print('\\u6f22', '\\ud800')\n"
+        "cli.build_app = lambda wanted: cli.make_command(show, 'kvist')\ncli.main([])"
     )
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)

@@ -6,10 +6,10 @@ from dataclasses import fields
 from typing import Annotated, Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from kvist.cli.options import engine_options, sampling_params, takes
+from kvist.cli.params import make_command, option
 from kvist.config import EngineOptions
 from kvist.errors import ConfigError, InvalidRequestError
 from kvist.request import SamplingParams
@@ -17,15 +17,14 @@ from kvist.request import SamplingParams
 
 def parse(arguments: list[str], **defaults: Any) -> dict[str, Any]:
     """What a command with both bundles and a flag of its own receives."""
-    app, seen = typer.Typer(), {}
+    seen: dict[str, Any] = {}
 
     @takes(engine=engine_options(**defaults), sampling=sampling_params(max_tokens=7))
-    def command(engine: EngineOptions, sampling: SamplingParams, own: Annotated[str, typer.Option()] = "mine") -> None:
+    def command(engine: EngineOptions, sampling: SamplingParams, own: Annotated[str, option()] = "mine") -> None:
         """Help of the command."""
         seen.update(engine=engine, sampling=sampling, own=own)
 
-    app.command()(command)
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(make_command(command, "command"), arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output

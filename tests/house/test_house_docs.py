@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
+import click
 import pytest
-import typer
 
 from kvist.cli.main import COMMANDS, build_app
 
@@ -40,16 +39,10 @@ def test_the_way_of_a_request_names_files() -> None:
 
 def serve_flags() -> set[str]:
     """The long flags of `kvist serve`; a switch counts by its name, whichever way the page shows it."""
-    app = build_app("serve")
-    callback = next(command.callback for command in app.registered_commands if command.name == "serve")
-    assert callback is not None
-    flags = set()
-    for name, parameter in inspect.signature(callback).parameters.items():
-        for option in getattr(parameter.annotation, "__metadata__", ()):
-            if isinstance(option, typer.models.OptionInfo):
-                declared = [text for text in option.param_decls or () if text.startswith("--")]
-                flags.add(declared[0].split("/")[0] if declared else f"--{name.replace('_', '-')}")
-    return flags
+    command = build_app("serve").commands["serve"]
+    return {
+        next(name for name in option.opts if name.startswith("--")) for option in command.params if isinstance(option, click.Option)
+    }
 
 
 def test_the_serving_page_has_every_flag_and_no_other() -> None:

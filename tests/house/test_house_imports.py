@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Room -> rooms it may use besides itself; the leaves are open to all. `kvist` is the top module with the public names."""
 
-EXCEPTIONS = {"cli.doctor": {"kernels"}, "cli.doctor_step": {"kernels"}}
+EXCEPTIONS = {"cli.doctor_report": {"kernels"}, "cli.doctor_step": {"kernels"}}
 """`kvist doctor` tells which kernels will run, and asks the kernels themselves."""
 
 DECIDERS = {"kv", "sched", "planner", *LEAVES}
@@ -83,7 +83,7 @@ def path_of(module: str) -> Path:
 
 def test_the_walk_sees_the_package() -> None:
     assert {"config", "errors", "request", "kv.spec", "cli.main"} <= set(MODULES)
-    assert used_rooms(path_of("cli.main")) == {"kvist", "errors"}
+    assert used_rooms(path_of("cli.main")) == {"kvist", "cli", "errors"}
     assert used_rooms(path_of("kernels.ops")) == {"kernels", "kv.spec"}
 
 

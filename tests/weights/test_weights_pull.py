@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from helpers.tiny_models import write_tiny_gguf, write_tiny_hf
+from kvist.cli.params import make_command
 from kvist.cli.pull import models, pull
 from kvist.errors import DownloadError, ModelNotFoundError
 from kvist.weights import wheels
@@ -40,10 +41,8 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def run(function: object, *arguments: str, answer: str | None = None) -> tuple[int, str, str]:
-    app = typer.Typer()
-    app.command()(function)  # type: ignore[type-var]
-    result = CliRunner().invoke(app, list(arguments), input=answer)
+def run(function: Callable[..., None], *arguments: str, answer: str | None = None) -> tuple[int, str, str]:
+    result = CliRunner().invoke(make_command(function, "command"), list(arguments), input=answer)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr

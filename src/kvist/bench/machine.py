@@ -6,6 +6,7 @@ Every fact that the system does not tell is None.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -69,6 +70,18 @@ def memory_facts() -> dict[str, Any]:
     """Bytes: in the machine, available now to this process (its container's limits included)."""
     total = re.search(r"^MemTotal:\s*(\d+) kB", read_file("/proc/meminfo"), re.MULTILINE)
     return {"total_bytes": int(total.group(1)) * 1024 if total else None, "available_bytes": available_memory()}
+
+
+def has_bytecode() -> bool:
+    """Whether kvist's modules are here compiled, as an installation leaves them. Else each process compiles what it imports."""
+    spec = importlib.util.find_spec("kvist.engine.engine")
+    return spec is not None and spec.cached is not None and Path(spec.cached).exists()
+
+
+NO_BYTECODE = (
+    "kvist's modules are not compiled here, as they are where it is installed, so each start takes longer by compiling them: unset "
+    "PYTHONDONTWRITEBYTECODE, or run python -m compileall on its folder."
+)
 
 
 def machine_facts() -> dict[str, Any]:

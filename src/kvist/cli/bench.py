@@ -6,12 +6,10 @@ tokens ignored, prefix caching off unless it is asked for. The machine stands be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from kvist.bench.workloads import WORKS, Work, choose_works
 from kvist.cli.bench_compare import compare_command, show_command
@@ -22,21 +20,12 @@ from kvist.cli.bench_sweep import sweep_command
 from kvist.cli.bench_tiers import tiers_command
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
+from kvist.cli.params import option
 from kvist.cli.terminal import dim, print_json, progress, say
 from kvist.config import EngineOptions, format_bytes
 
-app = typer.Typer()
-app.command("compare")(compare_command)
-app.command("show")(show_command)
-app.command("fragmentation")(fragmentation_command)
-app.command("sweep")(sweep_command)
-app.command("eviction")(eviction_command)
-app.command("manager")(manager_command)
-app.command("tiers")(tiers_command)
-app.command("prefix")(prefix_command)
-
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
-Works = Annotated[str, typer.Option(help="Works to run, separated by commas.")]
+Rounds = Annotated[int, option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
+Works = Annotated[str, option(help="Works to run, separated by commas.")]
 LATENCY_WORKS = "prefill_512,prefill_4096,decode_1,decode_1_deep"
 ALL_WORKS = ",".join(work.name for work in WORKS)
 
@@ -122,14 +111,13 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
         print_table(report)
 
 
-@app.command("latency")
 @takes(engine=engine_options(enable_prefix_caching=False))
 def latency_command(
     engine: EngineOptions,
     works: Works = LATENCY_WORKS,
     rounds: Rounds = 5,
     startup: Annotated[
-        bool, typer.Option("--startup", help="Instead of the works, time fresh processes from their start to the first token.")
+        bool, option("--startup", help="Instead of the works, time fresh processes from their start to the first token.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -146,7 +134,6 @@ def latency_command(
     return _print({**report, "skipped": [], "memory": None, "scheduler_share": None}, as_json)
 
 
-@app.command("throughput")
 @takes(engine=engine_options(enable_prefix_caching=False))
 def throughput_command(
     engine: EngineOptions,
@@ -154,7 +141,7 @@ def throughput_command(
     rounds: Rounds = 3,
     baseline: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Compare with what --json printed before (or a list of such); warns where slower."),
+        option(metavar="FILE.json", help="Compare with what --json printed before (or a list of such); warns where slower."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -171,3 +158,17 @@ def throughput_command(
         for name in against.slower:
             say(f"kvist: warning: {name} is slower than {TOLERANCE:.0%} of the baseline: {against.ratios[name]:.2f} ×.")
     _print(report, as_json)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "compare": compare_command,
+    "show": show_command,
+    "fragmentation": fragmentation_command,
+    "sweep": sweep_command,
+    "eviction": eviction_command,
+    "manager": manager_command,
+    "tiers": tiers_command,
+    "prefix": prefix_command,
+    "latency": latency_command,
+    "throughput": throughput_command,
+}

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from kvist.bench.workloads import FRESH_WORKS, SEED, WORKS, choose_works
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
+from kvist.cli.params import argument, option
 from kvist.cli.terminal import dim, print_json, say
 from kvist.config import DEFAULT_MODEL, EngineOptions, ModelConfig
 from kvist.errors import EngineError, UsageError
@@ -27,8 +26,8 @@ ALL = (*WORKS, *FRESH_WORKS)
 BUSY_LOAD = 0.3
 """Load a core, by the system's one-minute average, above which figures are not worth much."""
 
-PlotFile = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a plot; needs kvist[bench].")]
-MarkdownFlag = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
+PlotFile = Annotated[Path | None, option(metavar="FILE.png", help="Draw a plot; needs kvist[bench].")]
+MarkdownFlag = Annotated[bool, option("--markdown", help="Print the table as Markdown.")]
 
 
 def _shaped(engine: EngineOptions, shape: str | None) -> EngineOptions:
@@ -76,7 +75,7 @@ def _run(
     engine: EngineOptions, peers: dict[str, Path], works: str, rounds: int, also_4_bit: bool, timeout: float
 ) -> dict[str, Any]:
     from kvist.bench.compare import compare, summarize
-    from kvist.bench.machine import machine_facts
+    from kvist.bench.machine import NO_BYTECODE, has_bytecode, machine_facts
     from kvist.bench.peer_setup import enter
     from kvist.weights.hub import resolve_model
     from kvist.weights.source import open_model
@@ -88,6 +87,8 @@ def _run(
     begun, load = time.monotonic(), os.getloadavg()[0]
     if load > BUSY_LOAD * available_cpus():
         say(f"This machine is busy (load {load:.1f}): the figures will be too low and will differ from run to run.")
+    if any(work.counts == "start" for work in chosen) and not has_bytecode():
+        say(NO_BYTECODE)
     entry = enter(engine, model, peers, also_4_bit=also_4_bit, say=lambda message: say(dim(message)))
     result = compare(
         entry.contenders, chosen, rounds, vocab_size=config.vocab_size, report=lambda message: say(dim(message)), timeout=timeout
@@ -117,7 +118,7 @@ def _roofline(engine: EngineOptions, model: Path, config: ModelConfig, rows: lis
     """kvist's figures as bytes and operations a second. None where the bytes of the weights that it reads are not the file's."""
     from kvist.bench.model_files import read_bytes
     from kvist.bench.roofline import model_cost, roofline
-    from kvist.cli.doctor import measured
+    from kvist.cli.doctor_report import measured
 
     if not model.is_file() or engine.quantization is not None or engine.dtype != "auto":
         return None
@@ -135,26 +136,24 @@ def compare_command(
     engine: EngineOptions,
     peer: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="NAME=FOLDER",
             help="An engine to compare with: openvino, vllm or transformers and its Python environment, or llamacpp and the folder "
             "of its programs. Several times for several engines.",
         ),
     ] = None,
-    works: Annotated[str, typer.Option(help="Works to run, separated by commas.")] = ",".join(work.name for work in ALL),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each, every work is run by one engine after the other.")] = 3,
-    shape: Annotated[
-        str | None, typer.Option(metavar="1b", help="Instead of a model, random weights in Q4_0 of this shape.")
-    ] = None,
+    works: Annotated[str, option(help="Works to run, separated by commas.")] = ",".join(work.name for work in ALL),
+    rounds: Annotated[int, option(min=1, help="Rounds; in each, every work is run by one engine after the other.")] = 3,
+    shape: Annotated[str | None, option(metavar="1b", help="Instead of a model, random weights in Q4_0 of this shape.")] = None,
     also_4_bit: Annotated[
         bool,
-        typer.Option(
+        option(
             "--peer-q4/--no-peer-q4",
             help="Also give llama.cpp and OpenVINO the file requantized to Q4_0, where it is in another 4-bit format.",
         ),
     ] = True,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that one measurement, or an engine's start, may take.")] = 900.0,
-    save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Save the report; `kvist bench show` reads it.")] = None,
+    timeout: Annotated[float, option(min=1.0, help="Seconds that one measurement, or an engine's start, may take.")] = 900.0,
+    save: Annotated[Path | None, option(metavar="FILE.json", help="Save the report; `kvist bench show` reads it.")] = None,
     plot: PlotFile = None,
     as_markdown: MarkdownFlag = False,
     as_json: JsonFlag = False,
@@ -184,7 +183,7 @@ def compare_command(
 def show_command(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE.json...", help="What `kvist bench compare --save` wrote; several become one table."),
+        argument(metavar="FILE.json...", help="What `kvist bench compare --save` wrote; several become one table."),
     ],
     plot: PlotFile = None,
     as_markdown: MarkdownFlag = False,

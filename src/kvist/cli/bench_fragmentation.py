@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvist.cli.options import JsonFlag
+from kvist.cli.params import option
 from kvist.cli.terminal import print_json, progress
 from kvist.config import KV_ALLOCATORS
 from kvist.kv.spec import KVSpec, group_layers
@@ -30,11 +29,11 @@ LINES = (
 
 
 def fragmentation_command(
-    requests: Annotated[int, typer.Option(min=10, help="Chats in the crowd.")] = 400,
-    num_kv_blocks: Annotated[int, typer.Option(min=130, help="Size of the pool, in blocks of 16 tokens.")] = 1000,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the crowd; the figures depend on nothing else.")] = 0,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory over time.")] = None,
+    requests: Annotated[int, option(min=10, help="Chats in the crowd.")] = 400,
+    num_kv_blocks: Annotated[int, option(min=130, help="Size of the pool, in blocks of 16 tokens.")] = 1000,
+    max_num_seqs: Annotated[int, option(min=1, help="Most requests that run at once.")] = 64,
+    seed: Annotated[int, option(help="Seed of the crowd; the figures depend on nothing else.")] = 0,
+    plot: Annotated[Path | None, option(metavar="FILE.png", help="Draw memory over time.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """One crowd of short chats through the engine's scheduler with each allocator: what is reserved, held and used.

@@ -10,10 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvist.bench import eviction, render
 from kvist.cli.options import JsonFlag
+from kvist.cli.params import option
 from kvist.cli.terminal import print_json, progress
 from kvist.config import EVICTION_POLICIES, require_one_of
 from kvist.errors import UsageError
@@ -42,15 +41,15 @@ def _numbers(text: str, option: str, low: float, high: float) -> list[float]:
 
 def eviction_command(
     trace: Annotated[
-        Path | None, typer.Option(help="JSON lines with hash_ids and timestamp (Mooncake's format); without it a made-up trace.")
+        Path | None, option(help="JSON lines with hash_ids and timestamp (Mooncake's format); without it a made-up trace.")
     ] = None,
-    conversations: Annotated[int, typer.Option(min=1, help="Length of the made-up trace.")] = 3000,
-    seed: Annotated[int, typer.Option(help="Seed of the made-up trace.")] = 0,
-    policies: Annotated[str, typer.Option(help="Policies, separated by commas.")] = ALL,
+    conversations: Annotated[int, option(min=1, help="Length of the made-up trace.")] = 3000,
+    seed: Annotated[int, option(help="Seed of the made-up trace.")] = 0,
+    policies: Annotated[str, option(help="Policies, separated by commas.")] = ALL,
     sizes: Annotated[
-        str, typer.Option(help="Pool sizes in % of the trace's distinct blocks, separated by commas.")
+        str, option(help="Pool sizes in % of the trace's distinct blocks, separated by commas.")
     ] = "0.2,0.5,1,2,5,10,20,30,50,100",
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw hit rate against size into this file.")] = None,
+    plot: Annotated[Path | None, option(metavar="PNG", help="Draw hit rate against size into this file.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Blocks found by eviction policy and pool size on a trace of prompts."""
@@ -87,10 +86,10 @@ def eviction_command(
 
 
 def manager_command(
-    policies: Annotated[str, typer.Option(help="Policies, separated by commas.")] = ",".join(sorted(EVICTION_POLICIES)),
-    blocks: Annotated[str, typer.Option(help="Pool sizes in blocks, separated by commas.")] = "10000,1000000",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported, with the smallest and the largest.")] = 5,
-    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure host memory too; takes longer.")] = True,
+    policies: Annotated[str, option(help="Policies, separated by commas.")] = ",".join(sorted(EVICTION_POLICIES)),
+    blocks: Annotated[str, option(help="Pool sizes in blocks, separated by commas.")] = "10000,1000000",
+    rounds: Annotated[int, option(min=1, help="Rounds; the median is reported, with the smallest and the largest.")] = 5,
+    memory: Annotated[bool, option("--memory/--no-memory", help="Measure host memory too; takes longer.")] = True,
     as_json: JsonFlag = False,
 ) -> None:
     """Cost of the KV manager's own work a block: match, allocate, commit, free; and its host memory."""

@@ -11,10 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, KeptFile, engine_options, takes
+from kvist.cli.params import option
 from kvist.cli.terminal import print_json, progress, say
 from kvist.config import EngineOptions
 from kvist.errors import ConfigError
@@ -23,14 +22,14 @@ from kvist.errors import ConfigError
 @takes(engine=engine_options())
 def prefix_command(
     engine: EngineOptions,
-    requests: Annotated[int, typer.Option(min=2, help="Requests behind one prompt.")] = 50,
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens that all of them have in common.")] = 1024,
-    own_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each request's own, behind those.")] = 32,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
-    cached_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt that is asked for again.")] = 4096,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported, with the smallest and the largest.")] = 3,
+    requests: Annotated[int, option(min=2, help="Requests behind one prompt.")] = 50,
+    prefix_tokens: Annotated[int, option(min=1, help="Tokens that all of them have in common.")] = 1024,
+    own_tokens: Annotated[int, option(min=1, help="Tokens of each request's own, behind those.")] = 32,
+    new_tokens: Annotated[int, option(min=1, help="Tokens of each answer.")] = 16,
+    cached_tokens: Annotated[int, option(min=1, help="Length of the prompt that is asked for again.")] = 4096,
+    rounds: Annotated[int, option(min=1, help="Rounds; the median is reported, with the smallest and the largest.")] = 3,
     save: KeptFile = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory over time and the first token.")] = None,
+    plot: Annotated[Path | None, option(metavar="FILE.png", help="Draw memory over time and the first token.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """A crowd behind one prompt with sharing and without, and the first token of a prompt that is cached."""

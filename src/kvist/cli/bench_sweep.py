@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
-
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, KeptFile, engine_options, takes
+from kvist.cli.params import option
 from kvist.cli.terminal import print_json, progress
 from kvist.config import EngineOptions
 from kvist.machine import available_cpus
@@ -19,14 +18,14 @@ def sweep_command(
     engine: EngineOptions,
     option: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             metavar="NAME=N,N,...",
             help="An option and its values; several times for several. Without it the three that the page on tuning tells of.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each value; medians are reported.")] = 3,
+    rounds: Annotated[int, option(min=1, help="Rounds of each value; medians are reported.")] = 3,
     save: KeptFile = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+    as_markdown: Annotated[bool, option("--markdown", help="Print the table as Markdown.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve the same small crowd with one value of an option after the other."""

@@ -12,11 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from kvist.bench.workloads import Work
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, takes
+from kvist.cli.params import option
 from kvist.cli.terminal import print_json, progress
 from kvist.config import EngineOptions
 from kvist.errors import ConfigError
@@ -25,12 +24,10 @@ from kvist.errors import ConfigError
 @takes(engine=engine_options(max_num_batched_tokens=512))
 def tiers_command(
     engine: EngineOptions,
-    folder: Annotated[
-        Path | None, typer.Option(help="Where the tier's folder is made; without it where temporary files go.")
-    ] = None,
-    prefix_tokens: Annotated[int, typer.Option(min=64, help="Length of the prefix that is restored.")] = 1000,
-    decode_tokens: Annotated[int, typer.Option(min=16, help="Tokens that each of eight requests decodes in a round.")] = 256,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the median is reported, with the smallest and the largest.")] = 5,
+    folder: Annotated[Path | None, option(help="Where the tier's folder is made; without it where temporary files go.")] = None,
+    prefix_tokens: Annotated[int, option(min=64, help="Length of the prefix that is restored.")] = 1000,
+    decode_tokens: Annotated[int, option(min=16, help="Tokens that each of eight requests decodes in a round.")] = 256,
+    rounds: Annotated[int, option(min=1, help="Rounds; the median is reported, with the smallest and the largest.")] = 5,
     as_json: JsonFlag = False,
 ) -> None:
     """Restoring a prefix from disk against computing it, and decoding with and without a tier's writes."""

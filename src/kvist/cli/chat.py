@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from kvist.cli.fetching import fetch
 from kvist.cli.options import engine_options, read_text, sampling_params, takes
+from kvist.cli.params import argument, option
 from kvist.cli.terminal import dim, say
 from kvist.config import EngineOptions
 from kvist.errors import EngineError, KvistError, UsageError
@@ -199,11 +198,11 @@ def chat(
     engine: EngineOptions,
     sampling: SamplingParams,
     prompt: Annotated[
-        str | None, typer.Argument(help="One question to answer; `-` reads it from standard input. Without it, a conversation.")
+        str | None, argument(help="One question to answer; `-` reads it from standard input. Without it, a conversation.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    system_file: Annotated[Path | None, typer.Option(help="A file that holds the system message.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each answer as one line of JSON instead of streaming it.")] = False,
+    system: Annotated[str | None, option(help="The system message.")] = None,
+    system_file: Annotated[Path | None, option(help="A file that holds the system message.")] = None,
+    as_json: Annotated[bool, option("--json", help="Print each answer as one line of JSON instead of streaming it.")] = False,
 ) -> None:
     """Talk to a model in the terminal.
 

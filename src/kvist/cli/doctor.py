@@ -6,137 +6,17 @@ else still works then, only many times slower. Which builds can run is the kerne
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
+import click
 
-from kvist import __version__
-from kvist.bench.machine import machine_facts, read_bandwidth
 from kvist.cli.options import JsonFlag, engine_options, takes
+from kvist.cli.params import option
 from kvist.cli.terminal import print_json
-from kvist.config import DEFAULT_MODEL, EngineOptions, cache_dir, format_bytes
+from kvist.config import EngineOptions
 from kvist.errors import UsageError
-from kvist.kernels import cpu
-from kvist.machine import available_cpus
-
-LOW_MEMORY = 1 << 30
-
-
-def kernel_facts(flags: list[str]) -> dict[str, Any]:
-    """Builds, fastest first: those that suit this processor, were built, can run; and the one that `--isa auto` takes."""
-    # The system writes avx512_vnni where the builds, as the compiler does, ask for avx512vnni.
-    present = {flag.replace("_", "") for flag in flags}
-    usable = cpu.available()
-    return {
-        "suited": [isa for isa, needed in cpu.REQUIRED_FLAGS.items() if set(needed) <= present],
-        "built": list(cpu.built()),
-        "usable": list(usable),
-        "in_use": usable[0] if usable else "numpy",
-        "native": bool(usable),
-    }
-
-
-def compiler_facts() -> dict[str, Any] | None:
-    """The C++ compiler that a build would find, and what it calls itself; None without one."""
-    path = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if path is None:
-        return None
-    try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"path": path, "version": answer.stdout.splitlines()[0] if answer.stdout else ""}
-
-
-def pulled_models() -> list[dict[str, Any]]:
-    """Models of the registry that are in the cache folder: name and size in bytes."""
-    from kvist.weights.hub import list_models
-
-    return [{"name": model.name, "path": str(model.path)} for model in list_models() if model.path is not None]
-
-
-def advice(report: dict[str, Any]) -> list[str]:
-    """What to do about what is missing, the most urgent first."""
-    kernels, compiler = report["kernels"], report["compiler"]
-    lines = []
-    if not kernels["built"]:
-        first = "" if compiler else "install a C++20 compiler (Debian and Ubuntu: apt-get install g++), then "
-        lines.append(
-            f"No native kernels are built: {first}reinstall kvist with `python -m pip install -v .` and read what CMake says."
-        )
-    elif not kernels["usable"]:
-        lines.append(
-            "Native kernels are built, but this processor can run none of them: reinstall kvist from source on this machine."
-        )
-    else:
-        better = [isa for isa in kernels["suited"][:1] if isa not in kernels["usable"]]
-        if better:
-            lines.append(
-                f"This processor suits the {better[0]} kernels, which this installation lacks: "
-                "reinstall kvist from source with a newer C++ compiler."
-            )
-    memory = report["machine"]["memory"]["available_bytes"]
-    if memory < LOW_MEMORY:
-        lines.append(f"Only {format_bytes(memory)} of memory are free: end other programs or size the pool with --kv-cache-memory.")
-    if not report["models"]["pulled"]:
-        lines.append(f"No models are pulled yet: `kvist pull {DEFAULT_MODEL}` fetches the default one, and so does its first use.")
-    return lines
-
-
-def measured(options: EngineOptions) -> dict[str, Any]:
-    """Peaks of the machine with the kernels that run: bytes a second read, operations a second by format; a second or so."""
-    threads = options.num_threads or available_cpus()
-    isa = next(iter(cpu.available()), "numpy") if options.isa == "auto" else options.isa
-    if isa == "numpy":
-        return {"isa": isa, "num_threads": threads, "read_bytes": read_bandwidth(threads)}
-    return {"isa": isa, "num_threads": threads} | cpu.make_ops(isa, threads).peaks()._asdict()
-
-
-def examine(measure: bool, options: EngineOptions) -> dict[str, Any]:
-    """The whole report; `measure` works for a second or two to tell what the machine reaches."""
-    machine = machine_facts()
-    kernels = kernel_facts(machine["cpu"]["flags"])
-    report: dict[str, Any] = {
-        "version": __version__,
-        "machine": machine,
-        "kernels": kernels,
-        "peaks": measured(options) if measure else None,
-        "compiler": compiler_facts(),
-        "models": {"cache_dir": str(cache_dir()), "pulled": pulled_models()},
-    }
-    return report | {"advice": advice(report), "ok": kernels["native"]}
-
-
-def print_report(report: dict[str, Any]) -> None:
-    """The report for people, one fact a line."""
-    machine, kernels, compiler = report["machine"], report["kernels"], report["compiler"]
-    processor, memory = machine["cpu"], machine["memory"]
-    rows = [
-        ("kvist", f"{report['version']}, Python {machine['python']}, {machine['system']}"),
-        ("processor", f"{processor['name']} ({processor['architecture']})"),
-        ("instructions", " ".join(processor["flags"]) or "unknown"),
-        ("cores", f"{processor['usable_cores']} of {processor['cores']} usable"),
-        ("memory", f"{format_bytes(memory['available_bytes'])} free of {format_bytes(memory['total_bytes'] or 0)}"),
-    ]
-    if peaks := report["peaks"]:
-        rows.append(("read speed", f"{peaks['read_bytes'] / 1e9:.1f} GB/s with {peaks['num_threads']} threads"))
-        if "f32" in peaks:
-            figures = ", ".join(f"{peaks[name] / 1e9:.0f} {name}" for name in ("f32", "w8a8", "w4a8"))
-            rows.append(("products", f"{figures} GOP/s at most, from the first cache, with the {peaks['isa']} kernels"))
-    pulled = [model["name"] for model in report["models"]["pulled"]]
-    rows += [
-        ("kernels", f"{kernels['in_use']} in use; built: {', '.join(kernels['built']) or 'none'}"),
-        ("compiler", compiler["version"] or compiler["path"] if compiler else "none found"),
-        ("models", f"{', '.join(pulled) or 'none pulled'} ({report['models']['cache_dir']})"),
-    ]
-    for name, value in rows:
-        print(f"{name:<13} {value}")
-    for line in report["advice"]:
-        print(f"\n-> {line}")
 
 
 def _refuse_strays(options: EngineOptions, measure: bool) -> None:
@@ -157,17 +37,15 @@ def doctor(
     as_json: JsonFlag = False,
     measure: Annotated[
         bool,
-        typer.Option("--measure/--no-measure", help="Measure how fast memory is read and products are computed (two seconds)."),
+        option("--measure/--no-measure", help="Measure how fast memory is read and products are computed (two seconds)."),
     ] = True,
     step: Annotated[
         bool,
-        typer.Option("--step", help="Take one request's decode step apart: Python and native calls, beside the machine's peaks."),
+        option("--step", help="Take one request's decode step apart: Python and native calls, beside the machine's peaks."),
     ] = False,
-    context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="With --step: tokens before the step; 64 without it.")
-    ] = None,
+    context: Annotated[int | None, option(metavar="TOKENS", help="With --step: tokens before the step; 64 without it.")] = None,
     startup: Annotated[
-        bool, typer.Option("--startup", help="Take the start apart: from the start of a process to the first token.")
+        bool, option("--startup", help="Take the start apart: from the start of a process to the first token.")
     ] = False,
     options: EngineOptions,
 ) -> None:
@@ -191,9 +69,11 @@ def doctor(
         _show(examine_startup(options), print_startup, as_json)
     else:
         _refuse_strays(options, measure)
+        from kvist.cli.doctor_report import examine, print_report
+
         _show(report := examine(measure, options), print_report, as_json)
         if not report["ok"]:
-            raise typer.Exit(1)
+            raise click.exceptions.Exit(1)
 
 
 def _show(report: dict[str, Any], print_for_people: Callable[[dict[str, Any]], None], as_json: bool) -> None:

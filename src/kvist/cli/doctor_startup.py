@@ -16,6 +16,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+from kvist.cli.terminal import say
 from kvist.config import EngineOptions
 from kvist.errors import EngineError
 
@@ -47,6 +48,8 @@ def start_once(options: EngineOptions) -> list[float]:
 
 
 def examine_startup(options: EngineOptions, rounds: int = ROUNDS) -> dict[str, Any]:
+    from kvist.bench.machine import has_bytecode
+
     start_once(options)
     runs = [start_once(options) for _ in range(rounds)]
     totals = [sum(run) for run in runs]
@@ -54,6 +57,7 @@ def examine_startup(options: EngineOptions, rounds: int = ROUNDS) -> dict[str, A
     return {
         "model": options.model,
         "rounds": rounds,
+        "bytecode": has_bytecode(),
         "first_token_ms": statistics.median(totals),
         "first_token_ms_min": min(totals),
         "first_token_ms_max": max(totals),
@@ -68,3 +72,7 @@ def print_startup(report: dict[str, Any]) -> None:
         print(f"{part['name']:<12} {part['ms']:8.1f} ms   {PARTS[part['name']]}")
     extremes = f"{report['first_token_ms_min']:.1f} to {report['first_token_ms_max']:.1f}"
     print(f"{'all':<12} {report['first_token_ms']:8.1f} ms   ({extremes})")
+    if not report["bytecode"]:
+        from kvist.bench.machine import NO_BYTECODE
+
+        say(NO_BYTECODE)

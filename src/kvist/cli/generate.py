@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
-import typer
+import click
 
 from kvist.cli.fetching import fetch
 from kvist.cli.options import engine_options, read_text, sampling_params, takes
+from kvist.cli.params import argument, option
 from kvist.cli.terminal import dim, print_json, progress, say
 from kvist.config import EngineOptions
 from kvist.errors import InvalidRequestError, KvistError, UsageError
@@ -252,11 +253,11 @@ def _opened(path: Path | None) -> Iterator[IO[str]]:
 def generate(
     engine: EngineOptions,
     sampling: SamplingParams,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts to continue, as they are (no chat template).")] = None,
-    file: Annotated[list[Path] | None, typer.Option("--file", "-f", help="A file of prompts, one a line; may be repeated.")] = None,
-    input_format: Annotated[str, typer.Option(metavar="auto|text|jsonl", help="What files and standard input hold.")] = "auto",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON lines to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array at the end instead of JSON lines.")] = False,
+    prompts: Annotated[list[str] | None, argument(help="Prompts to continue, as they are (no chat template).")] = None,
+    file: Annotated[list[Path] | None, option("--file", "-f", help="A file of prompts, one a line; may be repeated.")] = None,
+    input_format: Annotated[str, option(metavar="auto|text|jsonl", help="What files and standard input hold.")] = "auto",
+    output: Annotated[Path | None, option("--output", "-o", help="Write the JSON lines to this file.")] = None,
+    as_json: Annotated[bool, option("--json", help="Print one JSON array at the end instead of JSON lines.")] = False,
 ) -> None:
     """Answer many prompts as one batch; one JSON line for each, in their order.
 
@@ -282,4 +283,4 @@ def generate(
     if failed:
         say(f"kvist: {failed} of {len(finished)} prompts failed; their output lines say why.")
     if failed == len(finished):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)

@@ -11,16 +11,17 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from kvist import __version__
+from kvist.cli.params import CONTEXT, Group, make_command
 from kvist.errors import KvistError, UsageError
 
 EXIT_INTERRUPTED = 130
@@ -28,7 +29,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command lives: `attribute` of `module` is a function, or a Typer application with commands of its own."""
+    """Where a command lives: `attribute` of `module` is a function, or functions by the names of commands of its own."""
 
     name: str
     module: str
@@ -42,7 +43,7 @@ COMMANDS = (
     Command("chat", "kvist.cli.chat", "chat", "Talk to a model in the terminal."),
     Command("generate", "kvist.cli.generate", "generate", "Answer many prompts, JSON lines out."),
     Command("serve", "kvist.cli.serve", "serve", "Serve a model over an OpenAI-compatible HTTP API."),
-    Command("bench", "kvist.cli.bench", "app", "Measure this machine, options, KV memory, and other engines."),
+    Command("bench", "kvist.cli.bench", "COMMANDS", "Measure this machine, options, KV memory, and other engines."),
     Command("doctor", "kvist.cli.doctor", "doctor", "Tell what this machine offers and what is missing."),
 )
 
@@ -73,54 +74,31 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         except BrokenPipeError:
             # The reader has seen enough (`kvist generate | head`). Python would complain once more when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
+            raise click.exceptions.Exit(1) from None
         except (KvistError, OSError) as error:
-            raise typer.Exit(report(error)) from None
+            raise click.exceptions.Exit(report(error)) from None
         except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
 
     return run
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"kvist {__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
-) -> None:
-    """An exact LLM inference and serving engine built around the KV cache."""
-
-
-def _not_loaded() -> None:
-    raise AssertionError("only the command that was asked for runs")
-
-
-def build_app(wanted: str | None) -> typer.Typer:
+def build_app(wanted: str | None) -> click.Group:
     """The application with every command named and only `wanted` (None: none) loaded."""
-    app = typer.Typer(
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="rich" if sys.stdout.isatty() else None,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(_root)
+    commands: list[click.Command] = []
     for command in COMMANDS:
         if command.name != wanted:
-            app.command(command.name, help=command.summary)(_not_loaded)
+            commands.append(click.Command(command.name, short_help=command.summary))
             continue
         loaded = getattr(import_module(command.module), command.attribute)
-        if isinstance(loaded, typer.Typer):
-            for registered in loaded.registered_commands:
-                if registered.callback is not None:
-                    registered.callback = guarded(registered.callback)
-            app.add_typer(loaded, name=command.name, help=command.summary, no_args_is_help=True)
+        if isinstance(loaded, Mapping):
+            parts = [make_command(guarded(function), name) for name, function in loaded.items()]
+            commands.append(Group(command.name, commands=parts, help=command.summary, context_settings=CONTEXT))
         else:
-            app.command(command.name)(guarded(loaded))
-    return app
+            commands.append(make_command(guarded(loaded), command.name, command.summary))
+    summary = "An exact LLM inference and serving engine built around the KV cache."
+    version = click.version_option(__version__, message="kvist %(version)s", help="Print the version.")
+    return version(Group("kvist", commands=commands, help=summary, context_settings=CONTEXT))
 
 
 def _forgive_characters() -> None:

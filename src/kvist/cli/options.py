@@ -16,8 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from kvist.cli.params import option
 from kvist.config import (
     EVICTION_POLICIES,
     ISAS,
@@ -31,10 +30,10 @@ from kvist.config import (
 from kvist.errors import UsageError
 from kvist.request import SamplingParams
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+JsonFlag = Annotated[bool, option("--json", help="Print the result as JSON.")]
 KeptFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.json", help="Keep each run in this file; where it has some already, only the others are made."),
+    option(metavar="FILE.json", help="Keep each run in this file; where it has some already, only the others are made."),
 ]
 
 
@@ -82,60 +81,56 @@ def _one_of(values: tuple[str, ...]) -> str:
 _ENGINE: dict[str, Any] = {
     "model": Annotated[
         str,
-        typer.Option(
+        option(
             "--model",
             "-m",
             metavar="MODEL",
-            rich_help_panel="Model",
+            panel="Model",
             help="A name that `kvist models` lists, a GGUF file, a Hugging Face folder or a hub name; pulled on first use.",
         ),
     ],
     "dtype": Annotated[
         str,
-        typer.Option(
-            metavar="auto|f32|f16|bf16", rich_help_panel="Model", help="Format of unquantized matrices; auto: the file's."
-        ),
+        option(metavar="auto|f32|f16|bf16", panel="Model", help="Format of unquantized matrices; auto: the file's."),
     ],
     "quantization": Annotated[
         str | None,
-        typer.Option(
-            metavar=_one_of(QUANTIZATIONS), rich_help_panel="Model", help="Re-encode the weights; without it the file's own format."
-        ),
+        option(metavar=_one_of(QUANTIZATIONS), panel="Model", help="Re-encode the weights; without it the file's own format."),
     ],
     "kv_cache_dtype": Annotated[
-        str, typer.Option(metavar=_one_of(KV_FORMATS), rich_help_panel="Memory", help="Format of keys and values in the cache.")
+        str, option(metavar=_one_of(KV_FORMATS), panel="Memory", help="Format of keys and values in the cache.")
     ],
     "max_model_len": Annotated[
         int | None,
-        typer.Option(rich_help_panel="Memory", help="Longest prompt and answer together, in tokens; without it the model's own."),
+        option(panel="Memory", help="Longest prompt and answer together, in tokens; without it the model's own."),
     ],
-    "block_size": Annotated[int, typer.Option(rich_help_panel="Memory", help="Tokens of one KV block.")],
+    "block_size": Annotated[int, option(panel="Memory", help="Tokens of one KV block.")],
     "num_kv_blocks": Annotated[
-        int | None, typer.Option(rich_help_panel="Memory", help="Size of the KV pool in blocks, instead of --kv-cache-memory.")
+        int | None, option(panel="Memory", help="Size of the KV pool in blocks, instead of --kv-cache-memory.")
     ],
     "kv_cache_memory": Annotated[
         str | None,
-        typer.Option(
+        option(
             metavar="SIZE",
-            rich_help_panel="Memory",
+            panel="Memory",
             help="Size of the KV pool: bytes (2GiB, 2147483648) or a share of free memory (40%, which is the default).",
         ),
     ],
-    "max_num_seqs": Annotated[int, typer.Option(rich_help_panel="Scheduling", help="Most requests that run at once.")],
-    "max_num_batched_tokens": Annotated[int, typer.Option(rich_help_panel="Scheduling", help="Most tokens computed in one step.")],
+    "max_num_seqs": Annotated[int, option(panel="Scheduling", help="Most requests that run at once.")],
+    "max_num_batched_tokens": Annotated[int, option(panel="Scheduling", help="Most tokens computed in one step.")],
     "enable_prefix_caching": Annotated[
         bool,
-        typer.Option(
+        option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            rich_help_panel="Memory",
+            panel="Memory",
             help="Keep computed prefixes and share them between requests.",
         ),
     ],
     "kv_allocator": Annotated[
         str,
-        typer.Option(
+        option(
             metavar=_one_of(KV_ALLOCATORS),
-            rich_help_panel="Memory",
+            panel="Memory",
             help="How KV memory is handed out. paged: blocks anywhere, shared in place. contiguous: one span a request, reserved "
             "for its longest length; nothing is shared. virtual: one span of addresses a request, with memory behind it as it "
             "grows; prefixes are copied.",
@@ -143,74 +138,72 @@ _ENGINE: dict[str, Any] = {
     ],
     "eviction_policy": Annotated[
         str | None,
-        typer.Option(
+        option(
             metavar=_one_of(EVICTION_POLICIES),
-            rich_help_panel="Memory",
+            panel="Memory",
             help="Which cached block is reused first: the one least likely to be hit for its time (density, the default with "
             "paged blocks), or the least recently used.",
         ),
     ],
     "kv_pin_budget": Annotated[
-        float, typer.Option(rich_help_panel="Memory", help="Share of the pool that requests may pin (kv.pin); 0 refuses pins.")
+        float, option(panel="Memory", help="Share of the pool that requests may pin (kv.pin); 0 refuses pins.")
     ],
     "kv_priority_budget": Annotated[
         float,
-        typer.Option(
-            rich_help_panel="Memory",
+        option(
+            panel="Memory",
             help="Share of the pool for prefixes of kv.priority above 50; beyond it the oldest are ordinary again.",
         ),
     ],
     "num_threads": Annotated[
         int | None,
-        typer.Option(
-            rich_help_panel="Machine",
+        option(
+            panel="Machine",
             help="Threads that compute; without it one for each CPU that affinity and container leave to kvist.",
         ),
     ],
     "pin_threads": Annotated[
         bool,
-        typer.Option(
+        option(
             "--pin-threads/--no-pin-threads",
-            rich_help_panel="Machine",
+            panel="Machine",
             help="Bind each computing thread but the first to a CPU; of use where nothing else runs.",
         ),
     ],
     "isa": Annotated[
         str,
-        typer.Option(
+        option(
             metavar=_one_of(ISAS),
-            rich_help_panel="Machine",
+            panel="Machine",
             help="Which build of the kernels runs; `kvist doctor` tells which can.",
         ),
     ],
     "seed": Annotated[
         int | None,
-        typer.Option(rich_help_panel="Machine", help="Seed for requests that bring none of their own; without it drawn at start."),
+        option(panel="Machine", help="Seed for requests that bring none of their own; without it drawn at start."),
     ],
     "use_cache": Annotated[
         bool,
-        typer.Option(
+        option(
             "--use-cache/--no-use-cache",
-            rich_help_panel="Memory",
+            panel="Memory",
             help="Off: recompute the whole sequence for each token, as a baseline to measure against.",
         ),
     ],
-    "watermark": Annotated[
-        float, typer.Option(rich_help_panel="Scheduling", help="Share of the pool kept free when new requests are admitted.")
-    ],
+    "watermark": Annotated[float, option(panel="Scheduling", help="Share of the pool kept free when new requests are admitted.")],
     "kv_tiers": Annotated[
         str | None,
-        typer.Option(
+        option(
             metavar="disk=SIZE:FOLDER",
-            rich_help_panel="Memory",
+            panel="Memory",
             help="Keep computed prefixes on disk too, across restarts: disk=20GiB:/path. One server to a folder.",
         ),
     ],
     "kv_tier_fsync": Annotated[
         str,
-        typer.Option(
+        option(
             metavar=_one_of(SYNC_POLICIES),
-            rich_help_panel="Memory",
+            panel="Memory",
             help="When blocks are forced to the disk: with each batch, with each full segment file, or when the system likes.",
         ),
     ],
@@ -232,26 +225,22 @@ def engine_options(only: Sequence[str] = (), **defaults: Any) -> Bundle:
 _SAMPLING: dict[str, Any] = {
     "max_tokens": Annotated[
         int | None,
-        typer.Option(rich_help_panel="Sampling", help="Most new tokens of an answer; without it up to the end of the context."),
+        option(panel="Sampling", help="Most new tokens of an answer; without it up to the end of the context."),
     ],
-    "temperature": Annotated[
-        float, typer.Option(rich_help_panel="Sampling", help="0 takes the likeliest token; higher values spread the choice.")
-    ],
+    "temperature": Annotated[float, option(panel="Sampling", help="0 takes the likeliest token; higher values spread the choice.")],
     "top_p": Annotated[
         float,
-        typer.Option(rich_help_panel="Sampling", help="Choose among the likeliest tokens that together reach this probability."),
+        option(panel="Sampling", help="Choose among the likeliest tokens that together reach this probability."),
     ],
-    "top_k": Annotated[int, typer.Option(rich_help_panel="Sampling", help="Choose among this many likeliest tokens; 0: no limit.")],
+    "top_k": Annotated[int, option(panel="Sampling", help="Choose among this many likeliest tokens; 0: no limit.")],
     "min_p": Annotated[
         float,
-        typer.Option(rich_help_panel="Sampling", help="Leave out tokens below this share of the likeliest one's probability."),
+        option(panel="Sampling", help="Leave out tokens below this share of the likeliest one's probability."),
     ],
     "repetition_penalty": Annotated[
-        float, typer.Option(rich_help_panel="Sampling", help="Above 1 makes tokens that were used already less likely.")
+        float, option(panel="Sampling", help="Above 1 makes tokens that were used already less likely.")
     ],
-    "stop": Annotated[
-        list[str] | None, typer.Option(rich_help_panel="Sampling", help="End the answer at this text; may be given several times.")
-    ],
+    "stop": Annotated[list[str] | None, option(panel="Sampling", help="End the answer at this text; may be given several times.")],
 }
 
 

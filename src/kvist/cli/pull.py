@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
 from kvist.cli.fetching import pull_bar
+from kvist.cli.params import argument, option
 from kvist.config import DEFAULT_MODEL, format_bytes
 from kvist.errors import DownloadError
 from kvist.weights.hub import Accept, list_models, resolve_model
@@ -30,7 +31,7 @@ def _ask(accepted: bool, name: str) -> Accept:
             return True
         if not _at_terminal():
             raise DownloadError(f"{name} needs the {terms.title} accepted: run this in a terminal, or add --accept-terms.")
-        return typer.confirm(f"Do you accept the {terms.title}?", err=True)
+        return click.confirm(f"Do you accept the {terms.title}?", err=True)
 
     return accept
 
@@ -42,10 +43,10 @@ def _size(path: Path) -> int:
 
 def pull(
     name: Annotated[
-        str, typer.Argument(help="smollm2:135m, gemma3:270m, or a hub name: org/name or org/name:file.gguf.")
+        str, argument(help="smollm2:135m, gemma3:270m, or a hub name: org/name or org/name:file.gguf.")
     ] = DEFAULT_MODEL,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    accept_terms: Annotated[bool, typer.Option("--accept-terms", help="Accept the terms that the model comes under.")] = False,
+    json: Annotated[bool, option("--json", help="Print the result as JSON.")] = False,
+    accept_terms: Annotated[bool, option("--accept-terms", help="Accept the terms that the model comes under.")] = False,
 ) -> None:
     """Fetch a model and keep it in the cache folder; print where it is."""
     accept = _ask(accept_terms, name)
@@ -57,7 +58,7 @@ def pull(
         print(f"{name}: {path} ({format_bytes(_size(path))})")
 
 
-def models(json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
+def models(json: Annotated[bool, option("--json", help="Print the list as JSON.")] = False) -> None:
     """List the models that kvist knows by name, and which are here."""
     known = list_models()
     if json:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-import typer
+import click
 
 from kvist.cli.fetching import fetch
 from kvist.cli.options import engine_options, takes
+from kvist.cli.params import argument, option
 from kvist.cli.server_flags import server_options
 from kvist.cli.terminal import say
 from kvist.config import EngineConfig, EngineOptions, require_one_of
@@ -25,17 +26,16 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @takes(front=server_options(), options=engine_options())
 def serve(
-    context: typer.Context,
-    named: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help="The model, as with --model.")] = None,
+    named: Annotated[str | None, argument(metavar="MODEL", help="The model, as with --model.")] = None,
     host: Annotated[
-        str, typer.Option(rich_help_panel="Server", help="Address to listen on; 0.0.0.0 opens the server to the network.")
+        str, option(panel="Server", help="Address to listen on; 0.0.0.0 opens the server to the network.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(rich_help_panel="Server", help="Port to listen on; 0: any free one.")] = 8000,
+    port: Annotated[int, option(panel="Server", help="Port to listen on; 0: any free one.")] = 8000,
     log_level: Annotated[
-        str, typer.Option(rich_help_panel="Server", metavar="|".join(LOG_LEVELS), help="How much to log, to standard error.")
+        str, option(panel="Server", metavar="|".join(LOG_LEVELS), help="How much to log, to standard error.")
     ] = "info",
     log_format: Annotated[
-        str, typer.Option(rich_help_panel="Server", metavar="|".join(LOG_FORMATS), help="Lines of text, or a JSON object a line.")
+        str, option(panel="Server", metavar="|".join(LOG_FORMATS), help="Lines of text, or a JSON object a line.")
     ] = "text",
     *,
     front: ServerOptions,
@@ -43,7 +43,7 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     if named is not None:
-        source = context.get_parameter_source("model")
+        source = click.get_current_context().get_parameter_source("model")
         if source is not None and source.name == "COMMANDLINE" and options.model != named:
             raise UsageError(f"The model is {named!r} by argument and {options.model!r} by --model; give it once.")
         options = replace(options, model=named)
@@ -76,7 +76,7 @@ def serve(
     finally:
         listener.close()
     say("Stopped.")
-    raise typer.Exit(status)
+    raise click.exceptions.Exit(status)
 
 
 def _summary(config: EngineConfig, front: ServerOptions, address: str) -> str:

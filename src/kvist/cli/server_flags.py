@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from kvist.cli.options import Bundle
+from kvist.cli.params import option
 from kvist.config import api_keys_from_environment, parse_memory
 from kvist.errors import ConfigError
 from kvist.server.keys import KeyRing, check_key
@@ -21,7 +20,7 @@ _DEFAULTS = ServerOptions()
 
 
 def _option(help_text: str, **settings: Any) -> Any:
-    return typer.Option(rich_help_panel="Server", help=help_text, **settings)
+    return option(panel="Server", help=help_text, **settings)
 
 
 _FLAGS: dict[str, tuple[Any, Any]] = {
@@ -101,7 +100,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
         _DEFAULTS.stream_timeout,
     ),
     "vllm_metrics": (
-        Annotated[bool, typer.Option("--vllm-metrics", rich_help_panel="Server", help="Show the metrics under vLLM's names too.")],
+        Annotated[bool, option("--vllm-metrics", panel="Server", help="Show the metrics under vLLM's names too.")],
         _DEFAULTS.vllm_metrics,
     ),
     "cors_origin": (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,7 +82,7 @@ class PackReader:
     def array(self, ref: ArrayRef) -> npt.NDArray[Any]:
         start, name, shape = ref
         dtype = np.dtype(name)
-        stop = start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        stop = start + dtype.itemsize * math.prod(shape)
         if name not in _DTYPES or start % ALIGNMENT or stop > self._end:
             raise DamagedPackError("an array lies outside")
         return self._bytes[start:stop].view(dtype).reshape(shape)
