@@ -239,6 +239,8 @@ def test_a_silent_reader_slows_nobody_and_costs_no_blocks() -> None:
         wait_until(lambda: engine.snapshot().num_running == 0, "their requests end without a reader")
         wait_until(lambda: not any(alive(server, connection) for connection in silent), "and they are dropped")
         assert engine.snapshot().blocks_by_state["live"] == 0
+        ended = 'kvist:requests_total{outcome="aborted",route="completions"} 2.0'
+        wait_until(lambda: ended in client.get("/metrics").text, "what nobody took is not counted as completed")
         for connection in silent:
             connection.close()
 

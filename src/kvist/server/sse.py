@@ -64,6 +64,11 @@ class EventStream:
             self._connection.write_piece(body)
             self._last_word = self._loop.time()
 
+    @property
+    def is_cut(self) -> bool:
+        """The connection ends: what was written may have reached nobody."""
+        return self._connection is not None and self._connection.transport.is_closing()
+
     async def end(self) -> None:
         self.close()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

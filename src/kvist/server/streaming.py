@@ -126,9 +126,11 @@ class GenerationResponse(Response):
                 await stream.write(self._pieces(batch))
             last = [] if self._plan.usage_in_stream == "none" else [event(self._plan.format.usage_event(self._tally.usage()))]
             await stream.write([*last, DONE])
+            if stream.is_cut:
+                raise ClientGone
             self._record.completed(params.n, params.max_tokens)
         except Exception as error:
-            if not stream.started:
+            if isinstance(error, ClientGone) or not stream.started:
                 raise
             if not isinstance(error, KvistError):
                 log.exception("a stream failed")
