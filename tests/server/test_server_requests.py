@@ -200,6 +200,7 @@ def test_unknown_routes_and_methods_answer_alike(client: httpx.Client) -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text"),
         ({"role": "user", "content": ["text"]}, "messages[1].content[0]"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "mood": "good"}]}, "messages[1].content[0].mood"),
         ({"role": "user", "content": "hi", "mood": "good"}, "messages[1].mood"),
         ({"role": "user", "content": "hi", "name": 5}, "messages[1].name"),
         ({"role": "user", "content": "hi", "tool_calls": []}, "messages[1].tool_calls"),
@@ -208,6 +209,8 @@ def test_unknown_routes_and_methods_answer_alike(client: httpx.Client) -> None:
             "messages[1].tool_calls[0].function.arguments",
         ),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [{"id": 1, "function": {"name": "f"}}]}, "messages[1].tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}, "messages[1].tool_calls[0]"),
     ],
 )
 def test_a_wrong_message_is_refused_by_its_place(client: httpx.Client, message: dict[str, Any], param: str) -> None:
@@ -224,6 +227,7 @@ def test_a_wrong_message_is_refused_by_its_place(client: httpx.Client, message: 
             "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
         },
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
         {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "function_call": None},
         {"role": "developer", "content": "be kind"},
         {"role": "tool", "content": "4", "tool_call_id": "1"},

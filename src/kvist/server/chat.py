@@ -36,6 +36,8 @@ router = APIRouter()
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content", "reasoning"})
 UNUSED_MESSAGE_FIELDS = frozenset({"annotations"})
+UNUSED_PART_FIELDS = UNUSED_MESSAGE_FIELDS | {"cache_control", "prompt_cache_breakpoint"}
+"""The latter say what to cache, which is found out here without a word."""
 MANY_MESSAGES = 500
 """More of them are looked at in a thread, so that others' streams go on."""
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template", "self"})
@@ -142,6 +144,9 @@ def _content(content: Any, place: str) -> str:
             raise InvalidRequestError(f"{place}[{i}] must be a part of type text, not {kind!r}.", param=f"{place}[{i}]")
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"{place}[{i}].text must be a string.", param=f"{place}[{i}].text")
+        if unknown := part.keys() - {"type", "text"} - UNUSED_PART_FIELDS:
+            param = f"{place}[{i}].{min(unknown)[:80]}"
+            raise InvalidRequestError(f"{param} is not a field that this server knows; leave it out.", param=param)
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -151,6 +156,8 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{place}.function must be an object with a name.", param=f"{place}.function")
+    if not isinstance(call.get("id"), str | None) or call.get("type") not in (None, "function"):
+        raise InvalidRequestError(f"{place} must have a string as its id, and the type function.", param=place)
     arguments = function.get("arguments", "{}")
     try:
         parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
