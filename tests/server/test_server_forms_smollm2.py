@@ -18,6 +18,7 @@ from server_sse import CHAT, COMPLETIONS, error_of
 from kvist.config import EngineOptions
 from kvist.engine.async_engine import AsyncEngine
 from kvist.server.options import ServerOptions
+from kvist.text.grammar import MAX_OPTIONAL
 
 pytestmark = pytest.mark.model
 PERSON = {
@@ -223,6 +224,7 @@ def test_free_calls_and_the_turn_after_them(client: httpx.Client) -> None:
         ({"guided_json": {"type": "nope"}}, "guided_json", "nope"),
         ({"guided_regex": "("}, "guided_regex", "unclosed"),
         ({"guided_grammar": "("}, "guided_grammar", "expecting"),
+        ({"guided_grammar": 'start: s\ns: s s | s s s | "a" | " "'}, "guided_grammar", "Too many items"),  # a second a mask
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed"),
         (
             {
@@ -242,6 +244,13 @@ def test_what_cannot_be_followed_is_a_400(
     assert words in error["message"]
     if "tools" not in fields:
         assert error_of(client.post(COMPLETIONS, json={"prompt": "x", "stream": stream, **fields}), 400)["param"] == param
+
+
+def test_as_many_properties_as_are_allowed_may_be_left_out(client: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {f"property_{i}": {"type": "integer"} for i in range(MAX_OPTIONAL)}}
+    answer = client.post(CHAT, json={"messages": ASK, "max_tokens": 12, "response_format": shaped(schema)})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"].startswith("{")
 
 
 def test_completions_take_forms_too(client: httpx.Client) -> None:

@@ -73,11 +73,11 @@ def _plain(engine: Engine, path: str, body: dict[str, Any]) -> Asked:
     vocab = engine.config.model.vocab_size
     if path == CHAT:
         chat = parse_request(ChatRequest, body)
-        params = chat.sampling(vocab, max_tokens=chat.budget, logprobs=None)
+        params = chat.sampling(vocab, max_tokens=chat.budget, logprobs=None, form=chat.form)
         prompts = [engine.render_chat(body["messages"], add_generation_prompt=True)]
     else:
         completion = parse_request(CompletionRequest, body)
-        params = completion.sampling(vocab, max_tokens=completion.max_tokens, logprobs=None)
+        params = completion.sampling(vocab, max_tokens=completion.max_tokens, logprobs=None, form=completion.form)
         prompts = [engine.tokenizer.encode(item) if isinstance(item, str) else item for item in completion.prompts]
     outputs: list[Collected] = []
     for prompt in prompts:

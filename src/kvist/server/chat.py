@@ -6,12 +6,10 @@ Knows OpenAI's messages and chunks. Templates run in the engine's worker thread;
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,7 @@ from kvist.request import OutputDelta, TokenLogprob
 from kvist.server.answers import AnswerReader, Reading
 from kvist.server.auth import salt_of
 from kvist.server.body import read_body
-from kvist.server.generation import Collected, Job
+from kvist.server.generation import Collected, Job, off_loop
 from kvist.server.logprobs import TokenLabels, chat_entries
 from kvist.server.protocol import ChatRequest, parse_request
 from kvist.server.sse import DATA
@@ -58,15 +56,18 @@ async def plan_chat(state: ServerState, body: ChatRequest, salt: str) -> Plan:
     """What to run for a request. Raises InvalidRequestError and Refusal."""
     model = state.check_model(body.model)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling(state.engine.config.model.vocab_size, max_tokens=body.budget, logprobs=logprobs)
     tools = body.tool_use
     token_ids = await render(state, body, tools)
     answering = await state.abilities.plan_answer(state.engine.tokenizer, token_ids, tools, body.form)
-    params = replace(
-        params,
-        structured_outputs=answering.form,
-        skip_special_tokens=params.skip_special_tokens and not answering.show_special_tokens,
+    make_params = partial(
+        body.sampling,
+        state.engine.config.model.vocab_size,
+        max_tokens=body.budget,
+        logprobs=logprobs,
+        form=answering.form,
+        skip_special_tokens=not answering.show_special_tokens,
     )
+    params = await off_loop(body.has_many_biases, make_params)
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     job = Job(request_id, token_ids, params, salt, priority=body.priority, kv=body.kv_hints)
     form = ChatFormat(request_id, model, state.engine.config.profile, state.labels, body, answering.reading)
@@ -83,8 +84,7 @@ async def render(state: ServerState, body: ChatRequest, tools: ToolUse | None) -
             raise InvalidRequestError(
                 f"chat_template_kwargs cannot hold {name}; leave it out.", param=f"chat_template_kwargs.{name}"
             )
-    many = len(body.messages) > MANY_MESSAGES
-    messages = await asyncio.to_thread(messages_of, body.messages) if many else messages_of(body.messages)
+    messages = await off_loop(len(body.messages) > MANY_MESSAGES, partial(messages_of, body.messages))
     messages, told = state.abilities.show_tools(messages, tools)
     await state.check_size(sum(len(message["content"]) for message in messages), "messages")
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt

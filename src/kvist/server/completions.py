@@ -19,7 +19,7 @@ from kvist.engine.admission import check_request
 from kvist.request import OutputDelta, SamplingParams
 from kvist.server.auth import salt_of
 from kvist.server.body import read_body
-from kvist.server.generation import Collected, Job
+from kvist.server.generation import Collected, Job, off_loop
 from kvist.server.logprobs import CompletionLogprobs, TokenLabels, join_pieces
 from kvist.server.protocol import CompletionRequest, parse_request
 from kvist.server.sse import DATA
@@ -45,12 +45,15 @@ async def create_completion(request: Request) -> Response:
 async def plan_completion(state: ServerState, body: CompletionRequest, salt: str) -> Plan:
     """What to run for a request. Raises InvalidRequestError and Refusal."""
     model = state.check_model(body.model)
-    params = body.sampling(
+    make_params = partial(
+        body.sampling,
         state.engine.config.model.vocab_size,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
+        form=body.form,
     )
+    params = await off_loop(body.has_many_biases, make_params)
     prompts = body.prompts
     encoded = [await _token_ids(state, prompt, body.add_special_tokens, params) for prompt in prompts]
     request_id = f"cmpl-{uuid.uuid4().hex}"
@@ -78,8 +81,7 @@ async def _token_ids(state: ServerState, prompt: str | list[int], add_special_to
     else:
         token_ids = prompt
         await asyncio.sleep(0)
-    check = partial(check_request, state.engine.config, token_ids, params)
-    await asyncio.to_thread(check) if len(token_ids) > MANY_TOKENS else check()
+    await off_loop(len(token_ids) > MANY_TOKENS, partial(check_request, state.engine.config, token_ids, params))
     return token_ids
 
 

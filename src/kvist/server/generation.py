@@ -7,7 +7,7 @@ engine's requests); a choice's deltas keep their order; the choices of prompt i 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,6 +22,11 @@ from kvist.server.client import EngineClient
 T = TypeVar("T")
 Batch = list[OutputDelta]
 """Their `index` is the choice of the whole request."""
+
+
+async def off_loop(long: bool, work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in a thread where it takes long, so that others' streams go on."""
+    return await asyncio.to_thread(work) if long else work()
 
 
 class ClientGone(Exception):

@@ -21,6 +21,9 @@ MAX_PROMPTS = 1024
 MAX_CHOICES = 2048
 """Of one request: the engine takes them in between two steps of everybody."""
 
+MANY_BIASES = 1000
+"""More of them are looked at in a thread, so that others' streams go on."""
+
 UsageInStream = Literal["none", "last", "every chunk"]
 
 
@@ -164,8 +167,20 @@ class GenerationRequest(BaseModel):
             (name for name in ("response_format", *(f"guided_{kind}" for kind in GUIDED)) if getattr(self, name) is not None), None
         )
 
+    @property
+    def has_many_biases(self) -> bool:
+        """`sampling` takes long."""
+        return len(self.logit_bias) > MANY_BIASES
+
     def sampling(
-        self, vocab_size: int, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        vocab_size: int,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        form: StructuredOutputsParams | None,
+        prompt_logprobs: int | None = None,
+        skip_special_tokens: bool = True,
     ) -> SamplingParams:
         """The request as SamplingParams. Raises InvalidRequestError naming the field."""
         return SamplingParams(
@@ -187,8 +202,8 @@ class GenerationRequest(BaseModel):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             seed=self.seed,
-            skip_special_tokens=self.skip_special_tokens,
-            structured_outputs=self.form,
+            skip_special_tokens=self.skip_special_tokens and skip_special_tokens,
+            structured_outputs=form,
         )
 
 

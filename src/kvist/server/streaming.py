@@ -8,7 +8,6 @@ With the header `X-Kvist-Events: 1`, what happens to a request on its way is a c
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable
@@ -24,7 +23,7 @@ from kvist.errors import InvalidRequestError, KvistError
 from kvist.request import OutputDelta
 from kvist.server.access import Access, access_of
 from kvist.server.failures import error_body
-from kvist.server.generation import Batch, ClientGone, Collected, Job, close, deltas, raise_if_failed, unless_gone
+from kvist.server.generation import Batch, ClientGone, Collected, Job, close, deltas, off_loop, raise_if_failed, unless_gone
 from kvist.server.metrics import RequestRecord
 from kvist.server.protocol import UsageInStream
 from kvist.server.sse import DONE, EventStream, comment, event
@@ -172,7 +171,7 @@ class GenerationResponse(Response):
 
         num_scores = sum(len(choice.logprobs) + len(choice.prompt_logprobs or ()) for choice in choices)
         long = num_scores > MANY_SCORES or sum(len(part) for choice in choices for part in choice.parts) > MANY_CHARACTERS
-        body = await asyncio.to_thread(build) if long else build()
+        body = await off_loop(long, build)
         self._record.completed(params.n, params.max_tokens)
         await Response(body, media_type="application/json")(scope, receive, send)
 
