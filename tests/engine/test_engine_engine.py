@@ -137,12 +137,12 @@ def test_prompt_logprobs_ignore_the_prefix_cache_and_say_so():
     first = run_one(engine, prompt, greedy(max_tokens=1))
     second = run_one(engine, prompt, greedy(max_tokens=1))
     scored = run_one(engine, prompt, greedy(max_tokens=1, prompt_logprobs=0))
-    assert [one.usage.num_cached_tokens for one in (first, second, scored)] == [0, 32, 0]
+    assert [one.usage.num_cached_tokens for one in (first, second, scored)] == [0, 39, 0]
     misses = [one.usage.prefix_miss for one in (first, second, scored)]
-    assert misses == [PrefixMiss("never_seen", 0), PrefixMiss("partial_block", 32), PrefixMiss("prompt_logprobs", 0)]
+    assert misses == [PrefixMiss("never_seen", 0), PrefixMiss("last_token", 39), PrefixMiss("prompt_logprobs", 0)]
     assert scored.usage.prompt_tokens_by_source == {"computed": 40, "prefix_hit": 0, "disk_hit": 0}
     assert first.token_ids == second.token_ids == scored.token_ids
-    assert engine.snapshot().prompt_tokens_by_source == {"computed": 40 + 8 + 40, "prefix_hit": 32, "disk_hit": 0}
+    assert engine.snapshot().prompt_tokens_by_source == {"computed": 40 + 1 + 40, "prefix_hit": 39, "disk_hit": 0}
 
 
 def test_nothing_to_generate():

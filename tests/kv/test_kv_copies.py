@@ -217,3 +217,58 @@ def test_what_is_half_computed_is_not_copied() -> None:
     assert sim.rows(sim.step()) == {"a": (30, 2)}
     assert sim.rows(sim.step()) == {"a": (32, 1), "b": (29, 1)}
     assert sim.requests["b"].num_cached_tokens == 29
+
+
+def tails(manager: KVManager) -> dict[int, int]:
+    return dict(manager.index.listing().tails)
+
+
+def removed(manager: KVManager) -> list[tuple[str, int]]:
+    events = manager.keeper.events.since(0, 100)
+    return [(event.reason, len(event.block_hashes)) for event in events if event.kind == "removed"]
+
+
+def test_the_last_block_of_who_ended_is_copied_until_a_whole_one_begins_with_it() -> None:
+    manager = make_manager()
+    manager.free(run(manager, "turn", [*range(10), 11]))
+    assert tails(manager) == {2: 3}
+    request, match = find(manager, "next", [*range(10), 11, 50, 51])
+    assert (match.num_tokens, match.num_copied, match.copied_from) == (11, 3, (2,))
+    start(manager, request, match)
+    assert manager.allocate(request, 2)
+    manager.take_plan()
+    finish(manager, request)
+    assert (tails(manager), removed(manager)) == ({}, [("superseded", 1)])
+    manager.free(request)
+    assert manager.num_free_blocks == 8
+
+
+def test_less_than_half_a_block_is_not_kept() -> None:
+    manager = make_manager()
+    manager.free(run(manager, "turn", range(9)))
+    assert tails(manager) == {}
+    assert find(manager, "again", [*range(9), 50])[1].num_tokens == 8
+
+
+def test_of_two_that_ended_in_one_place_the_later_is_found_and_whole_blocks_besides() -> None:
+    manager = make_manager()
+    manager.free(run(manager, "whole", [*range(4), 7, 8, 9, 10]))
+    manager.free(run(manager, "one", [*range(4), 7, 8, 20]))
+    manager.free(run(manager, "other", [*range(4), 30, 31]))
+    assert (len(tails(manager)), removed(manager)) == (1, [("superseded", 1)])
+    assert find(manager, "a", [*range(4), 30, 31, 50])[1].num_tokens == 6
+    assert find(manager, "b", [*range(4), 7, 8, 9, 50])[1].num_tokens == 7
+    assert find(manager, "c", [*range(4), 7, 8, 20, 50])[1].num_tokens == 6, "as far as the whole block begins so"
+    manager.check_invariants()
+
+
+def test_what_was_not_computed_in_the_last_step_is_not_kept() -> None:
+    sim = Sim(num_blocks=8, block_size=4, max_num_batched_tokens=7)
+    sim.add("one", range(20), 2)
+    sim.step()
+    sim.step(between=lambda: sim.scheduler.abort("one"))
+    assert sim.manager.index.listing().tails == {}
+    sim.add("two", range(50, 70), 2)
+    sim.step()
+    assert sim.scheduler.abort("two")
+    assert list(sim.manager.index.listing().tails.values()) == [3]

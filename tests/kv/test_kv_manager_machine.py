@@ -34,6 +34,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """The naive index: (group, fingerprint of the block's last token) -> block id."""
         self.passed: dict[int, Request] = {}
         """By the fingerprint of a block that can be found (or, for beginnings, of nothing): who computed it, or the next, last."""
+        self.tails: dict[int, tuple[int, list[int]]] = {}
+        """By the fingerprint of the block before (or of nothing): name and tokens of the last block of who ended there."""
         self.fresh: set[str] = set()
         """Who has not computed anything since it was admitted."""
         self.count = 0
@@ -85,17 +87,20 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def beginning(self, request: Request, best: int) -> tuple[int, list[int]]:
         """How much of one more block there is to copy, and where."""
-        if best and first_block(best * SIZE, self.windows[0], SIZE) >= best:
-            return 0, []
-        other = self.passed.get(self.marks(request)[best - 1] if best else hash(request.cache_salt))
-        names = [] if other is None else self.marks(other)
-        sources = [self.found.get((group, names[best])) for group in range(len(self.windows))] if best < len(names) else [None]
-        if other is None or None in sources:
-            return 0, []
+        before = self.marks(request)[best - 1] if best else hash(request.cache_salt)
         start, stop = best * SIZE, min((best + 1) * SIZE, request.num_tokens) - 1
-        pairs = zip(other.token_ids(start, stop), request.token_ids(start, stop), strict=True)
-        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        return (common, sources) if common else (0, [])  # type: ignore[return-value]
+        candidates = [self.tails[before]] if before in self.tails else []
+        other = self.passed.get(before)
+        if other is not None and best < len(self.marks(other)) and (not best or first_block(start, self.windows[0], SIZE) < best):
+            candidates.insert(0, (self.marks(other)[best], other.token_ids(start, stop)))
+        longest: tuple[int, list[int]] = (0, [])
+        for name, tokens in candidates:
+            pairs = zip(tokens, request.token_ids(start, stop), strict=False)
+            common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            sources = [self.found[group, name] for group in range(len(self.windows)) if (group, name) in self.found]
+            if common > longest[0] and len(sources) == len(self.windows):
+                longest = common, sources
+        return longest
 
     @precondition(lambda self: self.running and len(self.waiting) + len(self.running) < 6)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=6))
@@ -165,7 +170,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.found.setdefault((group, marks[block]), table[block])
         if start == stop:
             return
-        self.passed[marks[start - 1] if start else hash(request.cache_salt)] = request
+        before = marks[start - 1] if start else hash(request.cache_salt)
+        self.passed[before] = request
+        if before in self.tails:
+            name, tokens = self.tails[before]
+            if request.token_ids(start * SIZE, start * SIZE + len(tokens)) == tokens:
+                del self.tails[before]
+                self.drop(name)
         for block in range(start, stop):
             if self.found[0, marks[block]] == self.manager.block_tables(request)[0][block]:
                 self.passed[marks[block]] = request
@@ -191,11 +202,38 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted({**self.running, **self.waiting})))
-        request = self.running.pop(request_id, None) or self.waiting.pop(request_id)
+        running = self.running.pop(request_id, None)
+        request = running or self.waiting.pop(request_id)
+        tables = [list(table) for table in self.manager.block_tables(request)]
         self.manager.free(request)
+        if running is not None:
+            self.note_tail(request, tables)
         if not request.num_computed_tokens:
             # Who ends as one that has computed nothing is not remembered.
             self.passed = {mark: other for mark, other in self.passed.items() if other is not request}
+
+    def note_tail(self, request: Request, tables: list[list[int]]) -> None:
+        """Of who has ended at least half a block behind a whole one, that block can be found."""
+        block, rest = divmod(request.num_computed_tokens, SIZE)
+        if 2 * rest < SIZE:
+            return
+        before = self.marks(request)[block - 1] if block else hash(request.cache_salt)
+        name = self.arena.fingerprints(request)[request.num_computed_tokens - 1]
+        for group, table in enumerate(tables):
+            if table[block] not in self.found.values():
+                self.found.setdefault((group, name), table[block])
+        if all((group, name) in self.found for group in range(len(self.windows))):
+            earlier = self.tails.get(before)
+            self.tails[before] = (name, request.token_ids(block * SIZE, request.num_computed_tokens))
+            if earlier is not None and earlier[0] != name:
+                self.drop(earlier[0])
+
+    def drop(self, name: int) -> None:
+        """Nobody is led to this tail any more."""
+        held = set().union(*(self.held(request) for request in self.running.values()))
+        for group in range(len(self.windows)):
+            if self.found.get((group, name), None) not in held | {None}:
+                del self.found[group, name]
 
     def shared(self, request: Request) -> list[int]:
         """What the next row would write to and must not: the index names it, or another holds it."""

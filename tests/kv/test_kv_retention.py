@@ -281,8 +281,8 @@ def test_a_rewritten_history_is_told_from_a_new_question() -> None:
     drive = Drive(40)
     turn = [1] * 10
     drive.serve(turn, answer=(5, 6, 7, 8, 9, 9, 9, 9, 9))
-    assert drive.serve([*turn, 5, 6, 7, 8, 9, 9, 9, 9, 9, 2, 2, 2, 2, 2, 2]) == 16
-    assert drive.miss == PrefixMiss("never_seen", 16)
+    assert drive.serve([*turn, 5, 6, 7, 8, 9, 9, 9, 9, 9, 2, 2, 2, 2, 2, 2]) == 19
+    assert drive.miss == PrefixMiss("never_seen", 19)
     assert drive.serve([*turn, 5, 6, 0, 0, 9, 9, 9, 9, 9, 2, 2, 2, 2, 2]) == 12
     assert drive.miss == PrefixMiss("rewritten", 12)
     assert drive.serve([*turn[:5], *[3] * 12]) == 5

@@ -58,7 +58,9 @@ class Drive:
     def told(self) -> dict[BlockHash, tuple[int, float]]:
         """Of each block of the first group: finds and last use, added up from itself and all behind it."""
         index, uses = self.manager.index, self.manager.keeper.uses.listing()
-        ids = [block_id for block_id in range(self.manager.num_blocks) if index.hash_of(block_id) and index.group_of(block_id) == 0]
+        tails = index.listing().tails
+        ids = [block_id for block_id in range(self.manager.num_blocks) if index.hash_of(block_id) and block_id not in tails]
+        ids = [block_id for block_id in ids if index.group_of(block_id) == 0]
         names = dict(zip(ids, index.names(ids), strict=True))
         children: dict[BlockHash | None, list[int]] = {}
         for block_id in ids:

@@ -127,7 +127,7 @@ def test_a_prefix_is_copied_out_of_a_live_and_out_of_a_kept_span() -> None:
 def test_a_prefix_that_leaves_no_room_for_its_copy_is_computed() -> None:
     """The kept span takes six pages of eight; the request needs six, and could get them only where it copies from."""
     sim = Sim(num_blocks=6, block_size=16, max_model_len=96, max_num_seqs=2, allocator="virtual")
-    sim.generate("first", range(60), 2)
+    sim.generate("first", range(54), 2)
     assert sim.manager.usage().cached == 3
     request = sim.generate("second", [*range(48), *range(100, 120)], 2)
     assert request.num_cached_tokens == 0

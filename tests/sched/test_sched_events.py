@@ -67,7 +67,7 @@ def test_what_a_newcomer_waits_for_is_named() -> None:
     prefix.add("first", range(40), 1)
     prefix.add("asks", range(40), 1, wants_events=True)
     assert told(prefix.step()) == [("asks", "waiting", {"ahead": 0, "reason": "prefix"})]
-    assert told(prefix.step()) == [("asks", "started", {"seconds": 2.0, "tokens_cached": 32})]
+    assert told(prefix.step()) == [("asks", "started", {"seconds": 2.0, "tokens_cached": 39})]
 
 
 def test_a_preemption_is_told_with_what_it_cost_and_ends_with_a_resumption() -> None:
@@ -99,7 +99,7 @@ def test_a_stall_is_counted_up_to_the_end_of_one_that_is_aborted_in_it() -> None
 def test_every_miss_has_a_reason_and_a_place() -> None:
     sim = Sim(num_blocks=8)
     assert sim.generate("new", range(40), 1).prefix_miss == PrefixMiss("never_seen", 0)
-    assert sim.generate("whole", range(40), 1).prefix_miss == PrefixMiss("partial_block", 32)
+    assert sim.generate("whole", range(40), 1).prefix_miss == PrefixMiss("last_token", 39)
     assert sim.generate("part", [*range(20), *range(900, 920)], 1).prefix_miss == PrefixMiss("never_seen", 20)
     assert sim.generate("short", range(10), 1).prefix_miss == PrefixMiss("last_token", 9)
     assert sim.generate("other", [0, 1, 2, 7, 8], 1).prefix_miss == PrefixMiss("partial_block", 3)

@@ -72,8 +72,8 @@ def test_usage_says_where_the_prompt_came_from_and_why_no_more_was_found(tight: 
         assert (kvist["preemptions"], kvist["stall_time"]) == (0, 0)
         miss = kvist["prefix_miss"]
         found.append((kvist["prompt_tokens_by_source"]["prefix_hit"], miss["reason"], miss["position"]))
-    assert found[1:2] == [(32, "partial_block", 32)]
-    assert [(hit, position) for hit, _, position in found] == [(0, 0), (32, 32), (20, 20)]
+    assert found[1:2] == [(39, "last_token", 39)]
+    assert [(hit, position) for hit, _, position in found] == [(0, 0), (39, 39), (20, 20)]
     assert {found[0][1], found[2][1]} <= {"never_seen", "not_found"}
 
 

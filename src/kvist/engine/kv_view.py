@@ -63,6 +63,7 @@ class Blocks:
         return {
             "block_id": block_id,
             "hash": block_hash.hex(),
+            "tokens": self.listing.tails.get(block_id, self.block_size),
             "parent": None if parent == self.listing.root_of[block_id] else parent.hex(),
             "holders": self.ref_counts[block_id] - (block_id in self.pinned),
             "priority": self.priorities.get(block_id, ORDINARY_PRIORITY),
@@ -104,7 +105,7 @@ class Blocks:
                     "first": _name(hash_of[top]).hex(),
                     "last": _name(hash_of[run[-1]]).hex(),
                     "blocks": len(run),
-                    "tokens": len(run) * self.block_size,
+                    "tokens": sum(self.listing.tails.get(block_id, self.block_size) for block_id in run),
                     "children": len(following),
                     "blocks_below": len(below),
                     "hits": finds,

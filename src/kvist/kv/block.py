@@ -4,8 +4,9 @@ A `BlockHash` is SHA-256 over a root and the token ids from the beginning of the
 everything else that changes keys and values: the key (model fingerprint, numeric profile), the KV format, the block size and the
 request's salt. So two blocks have one name only if their bytes are equal (law L1). One running state gives the names of a whole
 sequence: a block costs its own tokens, and less than a hash of its own would. This module knows neither pools nor requests.
-Invariants: a hash depends on all tokens from the beginning of the sequence on; only whole blocks have one; the encoding is the same
-on every machine (little-endian), so that stored blocks can be found again.
+A sequence's last block, if it is not full, has a name of the same kind, which no whole block has.
+Invariants: a hash depends on all tokens from the beginning of the sequence on; the encoding is the same on every machine
+(little-endian), so that stored blocks can be found again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)
+
+
+class Tail(NamedTuple):
+    """The last block of a sequence, which is not full."""
+
+    name: BlockHash
+    parent: BlockHash
+    block: int
+    """Its place in the sequence."""
+    num_tokens: int
+    """In it."""
 
 
 def make_key(*parts: str | bytes) -> bytes:
@@ -38,6 +50,8 @@ class Hasher(Protocol):
 
     def digest(self) -> bytes: ...
 
+    def copy(self) -> Hasher: ...
+
 
 def hasher_of(root: BlockHash) -> Hasher:
     """The state before a sequence's first token."""
@@ -55,6 +69,16 @@ def extend_hashes(hashes: list[BlockHash], hasher: Hasher, token_ids: Sequence[i
     for (block,) in struct.iter_unpack(f"{4 * block_size}s", words):
         update(block)
         append(BlockHash(digest()))
+
+
+def tail_hash(hasher: Hasher, token_ids: Sequence[int]) -> BlockHash:
+    """The name of what follows in a block that is not full; `hasher` has taken in what is before it, and stays as it is."""
+    words = array("I", token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    hasher = hasher.copy()
+    hasher.update(words.tobytes())
+    return BlockHash(hasher.digest())
 
 
 def prompt_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:

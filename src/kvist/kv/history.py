@@ -29,9 +29,9 @@ def max_prompt_tokens(num_blocks: int) -> int:
 
 
 class KVEvent(NamedTuple):
-    """`kind` (and `reason`) on the device: stored (computed or restored from a tier), removed (evicted, flushed), retained, expired
-    or withdrawn (of claims). In a tier: stored, removed (evicted, damaged, failed), or not_stored (dropped, failed). `owners` are
-    the roots of the blocks' prefixes, one for all or one each; None where that is not known."""
+    """`kind` (and `reason`) on the device: stored (computed or restored from a tier), removed (evicted, flushed, superseded),
+    retained, expired or withdrawn (of claims). In a tier: stored, removed (evicted, damaged, failed), or not_stored (dropped,
+    failed). `owners` are the roots of the blocks' prefixes, one for all or one each; None where that is not known."""
 
     number: int
     time: float

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvist.kv.block import BlockHash
+from kvist.kv.block import BlockHash, Tail
 from kvist.kv.eviction import POLICIES
 from kvist.kv.ghosts import Ghosts
 from kvist.kv.hints import KVHints
@@ -128,6 +128,21 @@ class Keeper:
         self.pool.drop(found)
         self._remove(found, "flushed")
         return len(found)
+
+    def enter_tail(self, root: BlockHash, tail: Tail, block_ids: Sequence[int]) -> bool:
+        """Let a sequence's last block, which is not full, be found, one a group; whether it is."""
+        for group, block_id in enumerate(block_ids):
+            if self._index.insert_tail(group, root, tail, block_id):
+                self.enter(root, [tail.name], [block_id])
+        return all(self._index.get(group, tail.name) is not None for group in range(len(block_ids)))
+
+    def forget_tail(self, name: BlockHash) -> None:
+        """Nobody finds this block, which is not full, any more."""
+        ids = [self._index.get(group, name) for group in range(self._index.num_groups)]
+        free = [block_id for block_id in ids if block_id is not None and not self.pool.ref_count(block_id)]
+        if free:
+            self.pool.drop(free)
+            self._remove(free, "superseded")
 
     def remember(self, root: BlockHash, tokens: array[int], num_prompt_tokens: int, hashes: list[BlockHash]) -> None:
         """A request has ended; nobody changes its tokens and names any more."""

@@ -86,6 +86,7 @@ class KVManager:
         self._pool = self.keeper.pool
         self._trails = Trails(num_blocks, spec.block_size, self.index)
         self._lookup = Lookup(self.index, self._trails if spec.copies_beginnings else None, spec.block_size)
+        self._keeps_tails = enable_prefix_caching and spec.copies_beginnings
         self._copies = Copies(self._pool, spec.block_size)
         self.pins = Pins(spec, num_blocks, self.keeper.retention, self.index)
         self._allocator: Allocator = PagedAllocator(self._pool)
@@ -124,13 +125,11 @@ class KVManager:
         return self._restores.find(record.root, record.hashes, request.num_tokens, match)
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
-        """Whether one of the `running` requests has yet to commit the block by which the hit `match` would be longer."""
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return False
         return self._lookup.is_being_computed(request, match, running, self._records)
 
     def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
-        """Why `match` covers no more of the prompt."""
         return self._explainer.of_request(request, self._records[request.request_id], match)
 
     def explain(self, token_ids: list[int], salt: str, position: int, plain_salt: str | None) -> PrefixMiss:
@@ -156,11 +155,9 @@ class KVManager:
         return [block_id for block_id in found if block_id is not None]
 
     def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
-        """Root and names of the whole blocks of a prompt."""
         return (root := self._root(salt)), prompt_hashes(root, token_ids, self._block_size)
 
     def find(self, token_ids: list[int], salt: str) -> PrefixMatch:
-        """What a prompt would find now."""
         root, hashes = self.hashes_of(token_ids, salt)
         return self._lookup.find_all(root, hashes, token_ids)
 
@@ -186,7 +183,6 @@ class KVManager:
         return KVUsage(total=pool.num_blocks, live=live, cached=pool.num_cached, free=empty, evictions=pool.num_evictions)
 
     def account(self, requests: Iterable[Request]) -> MemoryAccount:
-        """Bytes now; `requests` are all that hold blocks."""
         records = ((self._records[request.request_id], request.num_computed_tokens) for request in requests)
         held = [(record.tables, record.let_go, computed) for record, computed in records]
         return account_blocks(self.spec, num_live=self.usage().live, num_touched=self._pool.num_touched, held=held)
@@ -278,8 +274,10 @@ class KVManager:
             self._enter(group, record.root, record.hashes[start - 1] if start else record.root, hashes, block_ids)
             if self.tier is not None:
                 self.tier.offer(group, hashes, block_ids, record.root)
-        self._trails.passed(record.trail, start, record.tables[0][start:full])
+        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full])
         record.num_committed = full
+        if superseded is not None:
+            self.keeper.forget_tail(superseded)
 
     def prepare_restore(self, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
         """Hold blocks for what a tier will bring, and none of the hit `match`; None, and nothing changed, when too few are free."""
@@ -333,14 +331,18 @@ class KVManager:
         record.num_committed, record.shares_tail = 0, False
         return freed
 
-    def free(self, request: Request) -> int:
-        """Take all blocks back from a request that has ended, and forget it. Returns how many became free."""
+    def free(self, request: Request, *, in_step: bool = False) -> int:
+        """Take all blocks back from a request that has ended, and forget it."""
         record = self._records[request.request_id]
+        tail = None if in_step or not self._keeps_tails else record.tail(request, self._block_size)
+        if tail and not self.keeper.enter_tail(record.root, tail, [table[tail.block] for table in record.tables]):
+            tail = None
         freed = self.release(request)
         self.pins.forget(request.request_id)
         del self._records[request.request_id]
         tokens = record.all_tokens(request) if request.num_computed_tokens else None
-        self._trails.close(record.trail, tokens)
+        for name in self._trails.close(record.trail, tokens, tail):
+            self.keeper.forget_tail(name)
         if tokens is not None:
             self.keeper.remember(record.root, tokens, request.num_prompt_tokens, record.hashes)
         return freed

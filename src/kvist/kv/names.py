@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from kvist.kv.block import BlockHash, Hasher, extend_hashes, hasher_of
+from kvist.kv.block import BlockHash, Hasher, Tail, extend_hashes, hasher_of, tail_hash
 from kvist.kv.prefix import PrefixMatch
 from kvist.request import Request
 
@@ -41,6 +41,19 @@ class Record:
             tokens = array("I", request.token_ids(start * block_size, num_blocks * block_size))
             self.tokens.extend(tokens)
             extend_hashes(self.hashes, self.hasher, tokens, block_size)
+
+    def tail(self, request: Request, block_size: int) -> Tail | None:
+        """What the request has computed of a block that is not full, if it has committed all before that. Less than half of one is
+        worth less than what its block would take the place of."""
+        block, rest = divmod(request.num_computed_tokens, block_size)
+        if 2 * rest < block_size or block != self.num_committed:
+            return None
+        start, hasher = block * block_size, self.hasher
+        if len(self.hashes) > block:
+            hasher = hasher_of(self.root)
+            extend_hashes([], hasher, self.tokens[:start], block_size)
+        name = tail_hash(hasher, request.token_ids(start, start + rest))
+        return Tail(name, self.hashes[block - 1] if block else self.root, block, rest)
 
     def all_tokens(self, request: Request) -> array[int]:
         """Of a request that has ended."""

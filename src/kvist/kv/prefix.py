@@ -8,10 +8,10 @@ per (hash, group) and one (hash, group) per block; what is found was computed be
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvist.kv.block import BlockHash
+from kvist.kv.block import BlockHash, Tail
 from kvist.kv.spec import first_block
 
 
@@ -44,6 +44,8 @@ class IndexListing(NamedTuple):
     parent_of: tuple[BlockHash | None, ...]
     root_of: tuple[BlockHash | None, ...]
     group_of: bytes
+    tails: Mapping[int, int]
+    """Of blocks that are not full, how many tokens they hold."""
 
 
 class PrefixIndex:
@@ -57,6 +59,8 @@ class PrefixIndex:
         self._parent_of: list[BlockHash | None] = [None] * num_blocks
         self._root_of: list[BlockHash | None] = [None] * num_blocks
         self._group_of = array("H", bytes(2 * num_blocks))
+        self._tails: dict[int, int] = {}
+        """Of the blocks that are not full, how many tokens they hold."""
 
     def __len__(self) -> int:
         return sum(map(len, self._tables))
@@ -89,7 +93,9 @@ class PrefixIndex:
 
     def listing(self) -> IndexListing:
         """A copy of all that is indexed: what it costs is the copying of arrays."""
-        return IndexListing(tuple(self._hash_of), tuple(self._parent_of), tuple(self._root_of), bytes(self._group_of))
+        return IndexListing(
+            tuple(self._hash_of), tuple(self._parent_of), tuple(self._root_of), bytes(self._group_of), dict(self._tails)
+        )
 
     def insert(
         self, group: int, root: BlockHash, parent: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]
@@ -112,6 +118,13 @@ class PrefixIndex:
                 self._group_of[block_id] = group
         return [item for item, block_id in enumerate(block_ids) if block_id not in known] if known else list(range(len(block_ids)))
 
+    def insert_tail(self, group: int, root: BlockHash, tail: Tail, block_id: int) -> bool:
+        """Enter a block that is not full; whether it was not named yet, nor another so."""
+        new = self._hash_of[block_id] is None and bool(self.insert(group, root, tail.parent, [tail.name], [block_id]))
+        if new:
+            self._tails[block_id] = tail.num_tokens
+        return new
+
     def roots_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
         """Of indexed blocks."""
         root_of = self._root_of
@@ -119,6 +132,9 @@ class PrefixIndex:
 
     def remove(self, block_ids: Iterable[int]) -> list[BlockHash]:
         """Forget blocks that are about to be reused. Returns what their contents were called."""
+        if self._tails:
+            for block_id in block_ids:
+                self._tails.pop(block_id, None)
         hash_of, parent_of, root_of = self._hash_of, self._parent_of, self._root_of
         tables, group_of, removed = self._tables, self._group_of, []
         for block_id in block_ids:
@@ -180,6 +196,7 @@ class PrefixIndex:
         """Walk everything; O(num_blocks)."""
         indexed = sum(block_hash is not None for block_hash in self._hash_of)
         assert indexed == len(self)
+        assert all(self._hash_of[block_id] is not None and 0 < count < self.block_size for block_id, count in self._tails.items())
         for group, table in enumerate(self._tables):
             for block_hash, block_id in table.items():
                 assert self._hash_of[block_id] == block_hash

@@ -60,6 +60,7 @@ class SpanManager:
         self.index = PrefixIndex(num_found, self._windows, spec.block_size)
         self._trails = Trails(num_found, spec.block_size, self.index)
         self._lookup = Lookup(self.index, self._trails if spec.copies_beginnings else None, spec.block_size)
+        self._keeps_tails = enable_prefix_caching and spec.copies_beginnings
         self._explainer = Explainer(self, self._lookup, self._recall)
         self._records: dict[str, _Record] = {}
         self._copies: list[tuple[int, int]] = []
@@ -201,8 +202,10 @@ class SpanManager:
         for group, table in enumerate(record.tables):
             parent = record.hashes[start - 1] if start else record.root
             self.index.insert(group, record.root, parent, record.hashes[start:full], table[start:full])
-        self._trails.passed(record.trail, start, record.tables[0][start:full])
+        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full])
         record.num_committed = full
+        if superseded is not None:
+            self._forget_tail(superseded)
 
     def trim(self, request: Request) -> None:
         record = self._records[request.request_id]
@@ -232,10 +235,18 @@ class SpanManager:
         record.num_committed = 0
         return self._spans.num_free - before
 
-    def free(self, request: Request) -> int:
+    def free(self, request: Request, *, in_step: bool = False) -> int:
+        record = self._records[request.request_id]
+        tail = None if in_step or not self._keeps_tails else record.tail(request, self._block_size)
+        if tail is not None:
+            for group, table in enumerate(record.tables):
+                self.index.insert_tail(group, record.root, tail, table[tail.block])
+            record.num_committed += 1
         freed = self.release(request)
-        record = self._records.pop(request.request_id)
-        self._trails.close(record.trail, record.all_tokens(request) if request.num_computed_tokens else None)
+        del self._records[request.request_id]
+        tokens = record.all_tokens(request) if request.num_computed_tokens else None
+        for name in self._trails.close(record.trail, tokens, tail):
+            self._forget_tail(name)
         return freed
 
     def take_plan(self) -> MemoryPlan:
@@ -251,6 +262,11 @@ class SpanManager:
         self._forget(span, keep=(0, 0))
 
     # Helpers
+
+    def _forget_tail(self, name: BlockHash) -> None:
+        ids = [self.index.get(group, name) for group in range(len(self._windows))]
+        if found := [block_id for block_id in ids if block_id is not None]:
+            self.index.remove(found)
 
     def _recall(self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], position: int) -> PrefixMiss:
         """What was given up is not remembered."""

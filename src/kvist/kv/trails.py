@@ -6,6 +6,10 @@ over earlier ones; who has been matched up to a block looks at the one sequence 
 of comparisons, and a block one store. Tokens are not stored again: a mark leads to a request's own lists while it lives, and
 to the packed tokens of the latest that have ended, which `kv/history.py` keeps too, within its bounds.
 
+The last block of a sequence that has ended, if it is not full, has a name too: its `tail` is found by the name of the block before.
+The latest one behind a block takes an earlier one's place, and one that a whole block begins with is of no more use. The caller is
+told which tails are not found any more.
+
 Marks are hints. A mark may be old, and its block reused: what it leads to counts only if its names up to there are the asker's, so
 nothing is ever shared between roots (salts, models, formats). This module knows neither reference counts nor eviction. Invariants:
 a sequence is open or among the latest that have ended, or it is forgotten, and then no mark leads to it.
@@ -15,10 +19,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvist.kv.block import BlockHash
+from kvist.kv.block import BlockHash, Tail
 from kvist.kv.history import MAX_PROMPTS, max_prompt_tokens
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.request import Request
@@ -32,6 +36,7 @@ class _Trail(NamedTuple):
     hashes: list[BlockHash]
     prompt: Sequence[int]
     output: Sequence[int]
+    tail: Tail | None = None
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         split = len(self.prompt)
@@ -64,6 +69,8 @@ class Trails:
         self._ended: deque[int] = deque()
         self._num_ended_tokens = 0
         self._max_tokens = max_prompt_tokens(num_ids)
+        self._tails: dict[BlockHash, int] = {}
+        """By the name of the block before it, or the root: the sequence whose tail is found there."""
         self._number = 0
 
     def open(self, root: BlockHash, hashes: list[BlockHash], request: Request) -> int:
@@ -72,8 +79,9 @@ class Trails:
         self._trails[self._number] = _Trail(root, hashes, request.prompt_token_ids, request.output_token_ids)
         return self._number
 
-    def passed(self, number: int, start: int, block_ids: Sequence[int]) -> None:
-        """A sequence has computed these blocks (of the first group), from its logical block `start` on."""
+    def passed(self, number: int, start: int, block_ids: Sequence[int]) -> BlockHash | None:
+        """A sequence has computed these blocks (of the first group), from its logical block `start` on. Returns a tail that is not
+        found any more."""
         mark, trail = self._mark, self._trails[number]
         if not start:
             self._beginning[trail.root] = number
@@ -81,17 +89,40 @@ class Trails:
             mark[before] = number
         for block_id in block_ids:
             mark[block_id] = number
+        if not self._tails or (ended := self._tails.get(trail.hashes[start - 1] if start else trail.root)) is None:
+            return None
+        tail, begin = self._trails[ended].tail, start * self._block_size
+        assert tail is not None
+        theirs = self._trails[ended].token_ids(begin, begin + tail.num_tokens)
+        return self._lose_tail(ended) if theirs == trail.token_ids(begin, begin + tail.num_tokens) else None
 
-    def close(self, number: int, token_ids: array[int] | None) -> None:
-        """A sequence has ended with these tokens, which nobody changes any more. None: it computed nothing, and is forgotten."""
+    def close(self, number: int, token_ids: array[int] | None, tail: Tail | None) -> list[BlockHash]:
+        """A sequence has ended with these tokens, which nobody changes any more. None: it computed nothing, and is forgotten.
+        `tail`: its last block, if that is not full and can be found. Returns the names of tails that are not found any more."""
         if token_ids is None:
             self._forget(number)
-            return
-        self._trails[number] = self._trails[number]._replace(prompt=token_ids, output=())
+            return []
+        lost: list[BlockHash | None] = []
+        self._trails[number] = self._trails[number]._replace(prompt=token_ids, output=(), tail=tail)
+        if tail is not None:
+            if (earlier := self._tails.get(tail.parent)) is not None:
+                lost.append(self._lose_tail(earlier))
+            self._tails[tail.parent] = number
         self._ended.append(number)
         self._num_ended_tokens += self._trails[number].num_tokens
         while len(self._ended) > MAX_PROMPTS or (self._num_ended_tokens > self._max_tokens and len(self._ended) > 1):
-            self._num_ended_tokens -= self._forget(self._ended.popleft()).num_tokens
+            forgotten = self._ended.popleft()
+            lost.append(self._lose_tail(forgotten))
+            self._num_ended_tokens -= self._forget(forgotten).num_tokens
+        return [name for name in lost if name is not None and (tail is None or name != tail.name)]
+
+    def _lose_tail(self, number: int) -> BlockHash | None:
+        trail = self._trails[number]
+        if trail.tail is None:
+            return None
+        del self._tails[trail.tail.parent]
+        self._trails[number] = trail._replace(tail=None)
+        return trail.tail.name
 
     def _forget(self, number: int) -> _Trail:
         trail = self._trails.pop(number)
@@ -103,22 +134,34 @@ class Trails:
         """The hit `match`, of whole blocks, made longer by the beginning of one more block if there is one. `hashes` are the
         asker's names, at least of the blocks of the hit; `token_ids` are its tokens behind it, fewer than a block."""
         length = match.num_tokens // self._block_size
+        best = 0
+        sources: tuple[int, ...] = ()
+        for name, theirs in self._candidates(match, length, root, hashes):
+            if (common := common_length(theirs, token_ids)) > best:
+                found = [self._index.get(group, name) for group in range(len(match.block_ids))]
+                if None not in found:
+                    best, sources = common, tuple(block_id for block_id in found if block_id is not None)
+        return match._replace(num_tokens=match.num_tokens + best, copied_from=sources, num_copied=best) if best else match
+
+    def _candidates(
+        self, match: PrefixMatch, length: int, root: BlockHash, hashes: Sequence[BlockHash]
+    ) -> Iterator[tuple[BlockHash, list[int]]]:
+        """Names and tokens of blocks that stood behind the `length` blocks of a hit."""
+        begin = match.num_tokens
         if not length:
             trail = self._trails.get(self._beginning.get(root, 0))
-        elif match.first_blocks[0] < length:
-            trail = self._trails.get(self._mark[match.block_ids[0][-1]])
         else:
-            return match
-        if trail is None or len(trail.hashes) <= length or (length and trail.hashes[length - 1] != hashes[length - 1]):
-            return match
-        common = common_length(trail.token_ids(match.num_tokens, match.num_tokens + len(token_ids)), token_ids)
-        found = [self._index.get(group, trail.hashes[length]) for group in range(len(match.block_ids))] if common else []
-        sources = tuple(block_id for block_id in found if block_id is not None)
-        if not common or len(sources) < len(found):
-            return match
-        return match._replace(num_tokens=match.num_tokens + common, copied_from=sources, num_copied=common)
+            trail = self._trails.get(self._mark[match.block_ids[0][-1]]) if match.first_blocks[0] < length else None
+        if trail is not None and len(trail.hashes) > length and (not length or trail.hashes[length - 1] == hashes[length - 1]):
+            yield trail.hashes[length], trail.token_ids(begin, begin + self._block_size)
+        if self._tails and (ended := self._tails.get(hashes[length - 1] if length else root)) is not None:
+            tail = self._trails[ended].tail
+            assert tail is not None
+            yield tail.name, self._trails[ended].token_ids(begin, begin + tail.num_tokens)
 
     def check_invariants(self) -> None:
         assert len(self._ended) == len(set(self._ended)) <= MAX_PROMPTS
         assert self._num_ended_tokens == sum(self._trails[number].num_tokens for number in self._ended)
         assert all(self._trails[number].root == root for root, number in self._beginning.items())
+        with_tails = {trail.tail.parent: number for number, trail in self._trails.items() if trail.tail is not None}
+        assert with_tails == self._tails

@@ -132,10 +132,10 @@ class Scheduler:
         job = self._jobs.pop(request_id)
         queue = self._running if job.request.status is RequestStatus.RUNNING else self._waiting
         del queue[bisect_left(queue, job.key, key=key_of)]
-        self._in_flight.pop(job, None)
+        in_step = self._in_flight.pop(job, None) is not None
         if not self._in_flight:
             self._manager.complete_plan()
-        self._manager.free(job.request)
+        self._manager.free(job.request, in_step=in_step)
         self._preemptions.ended(request_id)
         if self._prefetcher is not None:
             self._prefetcher.forget(request_id)
