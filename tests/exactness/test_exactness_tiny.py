@@ -218,15 +218,16 @@ def test_choices_share_their_prompt_and_draw_their_own(isa, model, size):
 
 @everywhere
 def test_a_hit_into_a_generated_answer(isa, model):
-    """A second turn finds the blocks of the first answer too."""
-    engine = tiny_engine(isa, num_kv_blocks=100, **MODELS[model])
-    trace = trace_logits(engine)
-    first = run_all(engine, {"r": prompt(40, 1)})["r"]
-    second = (*prompt(40, 1), *first.token_ids, 5, 6)
-    trace.rows.clear()
-    outputs = run_all(engine, {"r": second})
-    assert_as_alone(isa, model, trace, {"r": second}, outputs)
-    assert outputs["r"].usage.num_cached_tokens == 48
+    """A second turn finds the blocks of the first answer too, and the last one by copy if half of it is filled."""
+    for size, found in [(40, 48), (36, 36 + NUM_TOKENS - 1)]:
+        engine = tiny_engine(isa, num_kv_blocks=100, **MODELS[model])
+        trace = trace_logits(engine)
+        first = run_all(engine, {"r": prompt(size, 1)})["r"]
+        second = (*prompt(size, 1), *first.token_ids, 5, 6)
+        trace.rows.clear()
+        outputs = run_all(engine, {"r": second})
+        assert_as_alone(isa, model, trace, {"r": second}, outputs)
+        assert outputs["r"].usage.num_cached_tokens == found
 
 
 @everywhere_with("caching", [True, False], for_numpy=[True])

@@ -124,6 +124,15 @@ def test_a_prefix_is_copied_out_of_a_live_and_out_of_a_kept_span() -> None:
     assert sim.manager.num_free_blocks == 40
 
 
+def test_the_last_block_of_who_ended_is_copied_too() -> None:
+    sim = Sim(num_blocks=40, block_size=4, max_model_len=64, max_num_seqs=2, allocator="virtual")
+    first = sim.generate("first", range(20), 4)
+    following = [*range(20), *first.output_token_ids, 7]
+    second = sim.generate("second", following, 4)
+    assert second.num_cached_tokens == 23
+    assert second.output_token_ids == Sim(num_blocks=40, block_size=4).generate("alone", following, 4).output_token_ids
+
+
 def test_a_prefix_that_leaves_no_room_for_its_copy_is_computed() -> None:
     """The kept span takes six pages of eight; the request needs six, and could get them only where it copies from."""
     sim = Sim(num_blocks=6, block_size=16, max_model_len=96, max_num_seqs=2, allocator="virtual")
