@@ -332,7 +332,6 @@ class KVManager:
         return freed
 
     def free(self, request: Request, *, in_step: bool = False) -> int:
-        """Take all blocks back from a request that has ended, and forget it."""
         record = self._records[request.request_id]
         tail = None if in_step or not self._keeps_tails else record.tail(request, self._block_size)
         if tail and not self.keeper.enter_tail(record.root, tail, [table[tail.block] for table in record.tables]):

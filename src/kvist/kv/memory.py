@@ -196,7 +196,8 @@ class KVMemory(Protocol):
     def release(self, request: Request) -> int: ...
 
     def free(self, request: Request, *, in_step: bool = False) -> int:
-        """`in_step`: its last step was not updated, so what was planned for it may not have been done."""
+        """Take all blocks back from a request that has ended, and forget it; how many became free. `in_step`: its last step was not
+        updated, so what was planned for it may not have been done."""
 
     def take_plan(self) -> MemoryPlan:
         """What has to be done to the arena before the next step; each item is given out once."""
