@@ -39,3 +39,10 @@ def test_what_is_no_request_never_lands_in_an_answer(server: ServerThread) -> No
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(b"\x00\r\n\r\n")
         assert b"HTTP/1.1" not in b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_a_body_that_is_packed_for_its_way_is_refused(server: ServerThread) -> None:
+    asked = b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    head, _, body = answer_to(server, asked).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 415")
+    assert "Transfer-Encoding: gzip, chunked" in json.loads(body)["error"]["message"]

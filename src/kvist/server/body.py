@@ -59,14 +59,15 @@ async def read_body(request: Request, limit: int, understand: Callable[[dict[str
 
 def _check_headers(headers: Headers) -> None:
     """Refuse what says that it is no plain JSON."""
-    encoding = headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise Refusal(
-            415,
-            f"The body is encoded ({_shown(encoding)}), which is not read here; send it as it is, without Content-Encoding.",
-            code="unsupported_encoding",
-            headers={"accept-encoding": "identity"},
-        )
+    for name, plain in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
+        encoding = headers.get(name, plain).strip().lower()
+        if encoding not in ("", plain):
+            raise Refusal(
+                415,
+                f"The body is encoded ({name}: {_shown(encoding)}), which is not read here; send it as it is.",
+                code="unsupported_encoding",
+                headers={"accept-encoding": "identity"},
+            )
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in JSON_TYPES or kind.endswith("+json") or (kind in UNSAID_TYPES and "origin" not in headers):
         return
