@@ -117,6 +117,30 @@ def test_the_nth_allocation_finds_no_memory(memory: str, tmp_path: Path, monkeyp
     assert (counts["swapped"] > 2) is (memory == "swapped")
 
 
+@pytest.mark.parametrize("allocator", ["paged", "virtual"])
+def test_who_finds_no_memory_though_it_runs_alone_ends_alone(allocator: str) -> None:
+    expected = run_one(make(allocator), PROMPTS["b"], GREEDY).token_ids
+    engine = make(allocator)
+    engine.add_request("a", PROMPTS["a"], replace(GREEDY, max_tokens=60))
+    engine.add_request("b", PROMPTS["b"], GREEDY)
+    outputs: dict[str, Collected] = {}
+    held: list[GiveBack] = []
+    engine.step()
+    while engine.has_work:
+        if "error" not in [one.finish_reason for one in outputs.values() if one.last]:
+            held += filter(None, [take_blocks(engine, 0)])
+        for delta in engine.step():
+            outputs.setdefault(delta.request_id, Collected()).add(delta)
+            if delta.finish_reason == "error":
+                while held:
+                    held.pop()()
+    engine.check_idle()
+    assert engine.scheduler.stats().num_preemptions == 1
+    assert outputs["a"].finish_reason == "error"
+    assert "No KV memory" in str(outputs["a"].last)
+    assert outputs["b"].token_ids == expected
+
+
 @pytest.mark.parametrize("part", ["batch", "forward", "draw", "copy"])
 def test_a_step_that_runs_out_of_memory_ends_what_ran_in_it(part: str) -> None:
     """Each part of a step, at every step: its requests fail in a sentence, others and the pool are as if nothing had been."""

@@ -210,7 +210,9 @@ class Engine:
             self._loaded.arena.release(output.memory.releases)
             if self._wait_for_tiers():
                 return deltas
-            return deltas + self._fail(list(self._choices), "The scheduler found nothing that can run.")
+            # No way to get here is known. The first in line is in it, and the others may go on without it.
+            stuck = (self.scheduler.running or self.scheduler.waiting)[0].request_id
+            return deltas + self._fail([stuck], "No KV memory was found for this request, though it was the only one to run.")
         try:
             if output.memory is not NO_PLAN:
                 self._loaded.arena.release(output.memory.releases)
