@@ -180,6 +180,21 @@ def test_the_model_is_checked(client: httpx.Client) -> None:
         assert "fake" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "x" * 100_000},
+        {"response_format": {"type": ["x" * 100_000]}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "x" * 100_000},
+        {"messages": [{"role": "user", "content": "a", "x" * 100_000: 1}]},
+    ],
+)
+def test_an_error_is_short_whatever_was_sent(client: httpx.Client, fields: dict[str, Any]) -> None:
+    response = client.post(CHAT, json=CHAT_BODY | fields)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 3000
+
+
 def test_unknown_routes_and_methods_answer_alike(client: httpx.Client) -> None:
     assert error_of(client.get("/nowhere"), 404)["code"] == "not_found"
     assert error_of(client.post("/v1/nowhere", json={}), 404)["type"] == "invalid_request_error"

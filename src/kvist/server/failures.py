@@ -17,6 +17,8 @@ from starlette.responses import JSONResponse, Response
 from kvist.errors import EngineStoppedError, InvalidRequestError, KvistError, ModelNotFoundError, UsageError
 
 CLIENT_GONE = 499
+MAX_MESSAGE, MAX_PARAM = 2000, 200
+"""Characters of an error: messages show what was sent, which may be long."""
 
 
 class Refusal(InvalidRequestError):
@@ -58,7 +60,12 @@ def error_body(error: Exception) -> dict[str, Any]:
     if status >= 500 and code is None:
         code = "engine_stopped" if status == 503 else "internal_error"
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    shown = _clipped(message, MAX_MESSAGE)
+    return {"error": {"message": shown, "type": kind, "param": param and _clipped(param, MAX_PARAM), "code": code}}
+
+
+def _clipped(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[:size]} ..."
 
 
 def error_response(error: Exception) -> Response:
