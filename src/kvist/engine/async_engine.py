@@ -235,16 +235,14 @@ class AsyncEngine:
         """Carry out all that is in the inbox, waiting when there is nothing else to do. False: stop."""
         checked = False
         while True:
-            idle = not self._engine.has_work
-            if idle and self._inbox.empty():
+            if self._inbox.empty():
+                if self._engine.has_work:
+                    return True
                 if not checked:
                     self._engine.check_idle()
                 self._snapshot = self._engine.snapshot()
                 checked = True
-            try:
-                command = self._inbox.get(block=idle)
-            except queue.Empty:
-                return True
+            command = self._inbox.get()
             if isinstance(command, _Stop):
                 return False
             # Those who follow events ask often, and looking on changes nothing.

@@ -34,7 +34,7 @@ class BatchBuilder:
     def build(self, scheduled: Sequence[ScheduledRequest]) -> ForwardBatch:
         """The step's rows, in the scheduler's order. `scheduled` is not empty."""
         count, memory = len(scheduled), self._memory
-        if memory is None or memory.shape[:3] != (count, count, count) or not self._write_single_rows(scheduled, memory):
+        if memory is None or memory.num_single != count or not self._write_single_rows(scheduled, memory):
             memory = self._write_any(scheduled)
         return memory.batch
 
@@ -47,13 +47,16 @@ class BatchBuilder:
             blocks = len(block_tables[0])
             if len(token_ids) != 1 or not item.samples or blocks > width:
                 return False
-            longest = max(longest, blocks)
+            if blocks > longest:
+                longest = blocks
             numbers[index] = token_ids[0]
             numbers[count + index] = start
             numbers[3 * count + 1 + index] = start + 1
-            for own, (table, slots) in zip(block_tables, memory.groups, strict=True):
+            block, offset = start // block_size, start % block_size
+            for group, own in enumerate(block_tables):
+                table, slots = memory.groups[group]
                 table[index * width : index * width + blocks] = own
-                slots[index] = own[start // block_size] * block_size + start % block_size
+                slots[index] = own[block] * block_size + offset
         return longest > width - TABLE_STEP
 
     def _write_any(self, scheduled: Sequence[ScheduledRequest]) -> _Memory:
@@ -93,8 +96,13 @@ class _Memory:
     def __init__(self, shape: tuple[int, int, int, int], num_groups: int) -> None:
         self.shape = shape
         rows, sequences, wanted, width = shape
-        self.together = array("i", bytes(4 * (2 * rows + 2 * sequences + 1 + wanted)))
-        self.groups = [(array("i", bytes(4 * sequences * width)), array("q", bytes(8 * rows))) for _ in range(num_groups)]
+        self.num_single = sequences if rows == sequences == wanted else 0
+        """Requests, if each has one row, and logits of it."""
+        # Single numbers are written at half the cost through a view.
+        self.together = memoryview(array("i", bytes(4 * (2 * rows + 2 * sequences + 1 + wanted))))
+        self.groups = [
+            (array("i", bytes(4 * sequences * width)), memoryview(array("q", bytes(8 * rows)))) for _ in range(num_groups)
+        ]
         all_of_it = np.frombuffer(self.together, np.int32)
         ends = np.cumsum([rows, rows, sequences + 1, sequences])
         token_ids, positions, query_start_loc, seq_lens, logit_rows = np.split(all_of_it, ends)

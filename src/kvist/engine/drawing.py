@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvist.engine.constraints import Constraint
 
 
-@dataclass
+@dataclass(slots=True)
 class Choice:
     """What the engine keeps of one running choice."""
 
@@ -49,12 +49,14 @@ class Drawing:
         constrained: list[tuple[Constraint, SamplingState]] = []
         for item in output.scheduled:
             if item.samples:
-                for name in (item.request_id, *item.forks):
-                    choice = self._choices[name]
-                    names.append(name)
-                    states.append(choice.sampling)
-                    if choice.constraint is not None:
-                        constrained.append((choice.constraint, choice.sampling))
+                names.append(item.request_id)
+                if item.forks:
+                    names += item.forks
+        for name in names:
+            choice = self._choices[name]
+            states.append(choice.sampling)
+            if choice.constraint is not None:
+                constrained.append((choice.constraint, choice.sampling))
         if not names:
             return {}, {}
         if len(names) > len(logits):
@@ -62,7 +64,10 @@ class Drawing:
         if constrained:
             self._forms.fill_masks(constrained)
         token_ids, notes = self._sampler.sample(logits, states)
-        return dict(zip(names, token_ids, strict=True)), {names[row]: note for row, note in notes.items()} if notes else {}
+        drawn = {}
+        for row, name in enumerate(names):
+            drawn[name] = token_ids[row]
+        return drawn, {names[row]: note for row, note in notes.items()} if notes else {}
 
     def score_prompts(self, parts: Iterable[PromptLogits]) -> dict[str, Failure]:
         """Fill in the scores that these rows give; the choices for which that is impossible, and why."""

@@ -301,24 +301,32 @@ class Engine:
         if notes:
             drawn = {name: token_id for name, token_id in drawn.items() if not isinstance(notes.get(name), Failure)}
         self.scheduler.update(output, drawn)
-        now, deltas = self._clock(), []
+        now = self._clock()
+        deltas: list[OutputDelta] = []
         self._counters.scheduler_seconds += now - started
         self._counters.generated_tokens += len(drawn)
         for item in output.scheduled:
-            for choice_id in (item.request_id, *item.forks):
-                choice, note = self._choices[choice_id], notes.get(choice_id) if notes else None
-                if choice_id in drawn:
-                    delta = self._push(choice, drawn[choice_id], note, now)
-                elif isinstance(note, Failure):
-                    delta = _refuse(choice, note.reason)
-                elif choice.request.max_tokens or choice.request.num_computed_tokens < choice.request.num_tokens:
-                    continue
-                else:
-                    delta = self._last_delta(choice, "length")
-                deltas.append(delta)
-                if delta.finish_reason is not None:
-                    self._finish(choice_id, delta.finish_reason, delta.stop_reason)
+            self._tell(item.request_id, drawn, notes, now, deltas)
+            for choice_id in item.forks:
+                self._tell(choice_id, drawn, notes, now, deltas)
         return deltas
+
+    def _tell(
+        self, choice_id: str, drawn: Mapping[str, int], notes: Mapping[str, Note], now: float, deltas: list[OutputDelta]
+    ) -> None:
+        """What the step meant for one choice, if it meant anything, goes to `deltas`."""
+        choice = self._choices[choice_id]
+        if choice_id in drawn:
+            delta = self._push(choice, drawn[choice_id], notes.get(choice_id) if notes else None, now)
+        elif isinstance(note := notes.get(choice_id), Failure):
+            delta = _refuse(choice, note.reason)
+        elif choice.request.max_tokens or choice.request.num_computed_tokens < choice.request.num_tokens:
+            return
+        else:
+            delta = self._last_delta(choice, "length")
+        deltas.append(delta)
+        if delta.finish_reason is not None:
+            self._finish(choice_id, delta.finish_reason, delta.stop_reason)
 
     def _push(self, choice: Choice, token_id: int, note: Note | None, now: float) -> OutputDelta:
         try:

@@ -95,7 +95,9 @@ def lower(job: Job, rows: int, tables: tuple[array[int], ...], forks: tuple[str,
     logprobs_from = None
     if request.sampling_params.prompt_logprobs is not None and job.num_prompt_logprobs < min(stop, request.num_prompt_tokens):
         logprobs_from = max(start, job.num_prompt_logprobs)
-    return ScheduledRequest(request.request_id, request.token_ids(start, stop), start, tables, samples, logprobs_from, forks)
+    token_ids = request.token_ids(start, stop)
+    # As its own constructor would, at a third of the cost.
+    return tuple.__new__(ScheduledRequest, (request.request_id, token_ids, start, tables, samples, logprobs_from, forks))
 
 
 def source_of(job: Job, running: Iterable[Job]) -> Job | None:

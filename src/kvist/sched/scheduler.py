@@ -166,10 +166,10 @@ class Scheduler:
         return SchedulerOutput(
             self._step,
             tuple(in_flight.values()),
-            tuple(step.preempted),
+            tuple(step.preempted) if step.preempted else (),
             self._budget - step.budget,
             len(self._waiting),
-            tuple(step.events),
+            tuple(step.events) if step.events else (),
             manager.take_plan(),
             step.restores,
             scores,
