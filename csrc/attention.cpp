@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention_tile.h"
+#include "attention_walk.h"
 #include "elementwise.h"
 
 namespace KVIST_NAMESPACE {
@@ -27,113 +27,218 @@ void write_row(const AttentionLayer& layer, int64_t slot, const float* k, const 
 }
 
 using Item = AttentionItem;
+using Unit = AttentionUnit;
 
-void list_items(const StepBatch& batch, const AttentionLayer& layer, int rows_per_item, std::vector<Item>& items) {
-  items.clear();
-  for (int s = 0; s < batch.sequences; ++s)
-    for (int row = batch.query_start[s]; row < batch.query_start[s + 1]; row += rows_per_item)
-      for (int h = 0; h < layer.kv_heads; ++h) items.push_back({s, row, std::min(rows_per_item, batch.query_start[s + 1] - row), h});
-}
+constexpr int kShares = 4;  // units are at most so small a part of a thread's work, where they can be
 
 int first_key(const AttentionLayer& layer, int position) { return layer.window > 0 ? std::max(0, position - layer.window + 1) : 0; }
+
+int partitions_of(const Item& item) { return item.last - item.first + 1; }
+
+// How a batch is shared among threads.
+class Plan {
+ public:
+  Plan(AttentionBuffers& buffers, const StepBatch& batch, const AttentionLayer& layer, int threads)
+      : batch_(batch), layer_(layer), ratio_(layer.heads / layer.kv_heads), items_(buffers.items), units_(buffers.units) {
+    list_items(layer.kv_heads);
+    list_units(threads);
+    if (threads == 1 || largest_unit() * kShares * threads <= all_work()) return;
+    list_items(1);  // heads are better shared than walked together
+    list_units(threads);
+  }
+
+  int vectors(const Item& item) const { return item.rows * item.kv_heads * ratio_; }
+  int most_vectors() const {
+    int most = 0;
+    for (const Item& item : items_) most = std::max(most, vectors(item));
+    return most;
+  }
+  long partials() const { return partials_; }
+
+ private:
+  // Rows that are many to a kv head take one head, few take up to `joined` heads.
+  void list_items(int joined) {
+    const int most = std::clamp(kVectorsPerItem / ratio_, 1, 16);
+    items_.clear();
+    for (int s = 0; s < batch_.sequences; ++s)
+      for (int row = batch_.query_start[s], rows; row < batch_.query_start[s + 1]; row += rows) {
+        rows = std::min(most, batch_.query_start[s + 1] - row);
+        const int heads = rows * ratio_ <= kQueryTile ? std::min(joined, kVectorsPerItem / (rows * ratio_)) : 1;
+        for (int h = 0; h < layer_.kv_heads; h += heads) {
+          Item item{s, row, rows, h, std::min(heads, layer_.kv_heads - h), 0, 0, 0, false};
+          item.first = first_key(layer_, batch_.positions[row]) / kPartition;
+          item.last = last_key(item) / kPartition;
+          items_.push_back(item);
+        }
+      }
+  }
+
+  // An item with more than its share of the work is cut into partitions.
+  void list_units(int threads) {
+    const long all = all_work();
+    units_.clear();
+    partials_ = 0;
+    for (Item& item : items_) {
+      const int number = static_cast<int>(&item - items_.data());
+      item.cut = threads > 1 && partitions_of(item) > 1 && work(item, item.first, item.last) * kShares * threads > all;
+      if (!item.cut) {
+        units_.push_back({number, item.first, item.last});
+        continue;
+      }
+      item.partials = partials_;
+      partials_ += static_cast<long>(vectors(item)) * partitions_of(item);
+      for (int p = item.first; p <= item.last; ++p) units_.push_back({number, p, p});
+    }
+  }
+
+  int last_key(const Item& item) const { return batch_.positions[item.row + item.rows - 1]; }
+  long work(const Item& item, int first, int last) const {
+    const int from = std::max(first * kPartition, first_key(layer_, batch_.positions[item.row]));
+    return static_cast<long>(vectors(item)) * (std::min((last + 1) * kPartition, last_key(item) + 1) - from);
+  }
+  long all_work() const {
+    long all = 0;
+    for (const Item& item : items_) all += work(item, item.first, item.last);
+    return all;
+  }
+  long largest_unit() const {
+    long largest = 0;
+    for (const Unit& unit : units_) largest = std::max(largest, work(items_[static_cast<size_t>(unit.item)], unit.first, unit.last));
+    return largest;
+  }
+
+  const StepBatch& batch_;
+  const AttentionLayer& layer_;
+  const int ratio_;
+  std::vector<Item>& items_;
+  std::vector<Unit>& units_;
+  long partials_ = 0;
+};
 
 void write_out(const State& state, int dim, float* out) {
   const F inverse = set1(1.0f / *state.sum);
   for (int d = 0; d < dim; d += 16) store(out + d, mul(load(state.acc + d), inverse));
 }
 
-// One thread's memory for a block of queries: scaled queries and two states.
+// One thread's memory for a block of queries: scaled queries, two states, scores.
 class Scratch {
  public:
   Scratch(float* memory, int vectors, int dim)
       : stride(dim + 16),  // no power of two: vectors must not share cache sets
         q(memory),
-        part{q + vectors * stride, q + 3 * vectors * stride, q + 3 * vectors * stride + vectors, stride},
+        scores(reinterpret_cast<Scores*>(q + 3 * vectors * stride)),
+        part{q + vectors * stride, scores[vectors], scores[vectors] + vectors, stride},
         total{q + 2 * vectors * stride, part.sum + vectors, part.sum + 2 * vectors, stride} {}
-  static size_t floats(int vectors, int dim) { return static_cast<size_t>(vectors) * (3 * (dim + 16) + 4); }
+  static size_t floats(int vectors, int dim) { return (static_cast<size_t>(vectors) * (3 * (dim + 16) + kSpan + 4) + 15) / 16 * 16; }
 
   const long stride;
   float* const q;
+  Scores* const scores;
   const State part, total;
 };
 
-QueryBlock block_of(const AttentionLayer& layer, const StepBatch& batch, const GroupTable& table, const Item& item, const Scratch& scratch) {
-  return {layer, table.block_table + item.sequence * table.max_blocks, batch.positions + item.row, scratch.q, scratch.stride, item.rows, item.kv_head};
-}
-
+// One layer's attention over a batch.
 template <class Kv>
-QueryBlock scale_queries(const AttentionLayer& layer, const StepBatch& batch, const GroupTable& table, const Item& item, const float* qkv,
-                         const Scratch& scratch) {
-  const QueryBlock block = block_of(layer, batch, table, item, scratch);
-  const long width = (layer.heads + 2L * layer.kv_heads) * layer.dim;
-  for (int v = 0; v < block.vectors(); ++v) {
-    const float* from = qkv + (item.row + v / block.ratio()) * width + (item.kv_head * block.ratio() + v % block.ratio()) * layer.dim;
-    for (int d = 0; d < layer.dim; d += 16) Kv::keep_query(scratch.q + v * scratch.stride, d, mul(load(from + d), set1(layer.scale)));
-  }
-  return block;
-}
+class Attention {
+ public:
+  Attention(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch& batch, const GroupTable& table, const AttentionLayer& layer,
+            const float* qkv, float* out)
+      : plan_(buffers, batch, layer, pool.num_threads()),
+        pool_(pool),
+        batch_(batch),
+        table_(table),
+        layer_(layer),
+        qkv_(qkv),
+        out_(out),
+        items_(buffers.items),
+        units_(buffers.units),
+        vectors_(plan_.most_vectors()),
+        record_(static_cast<size_t>(layer.dim) + 16),
+        scratch_(buffers.scratch.reserve(Scratch::floats(vectors_, layer.dim) * pool.num_threads())),
+        partials_(plan_.partials() > 0 ? buffers.partials.reserve(static_cast<size_t>(plan_.partials()) * record_) : nullptr) {}
 
-template <class Kv>
-void attend_format(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch& batch, const GroupTable& table, const AttentionLayer& layer,
-                   const float* qkv, float* out) {
-  const int dim = layer.dim, ratio = layer.heads / layer.kv_heads;
-  const int rows_per_item = std::clamp(kVectorsPerItem / ratio, 1, 16), vectors = rows_per_item * ratio;
-  list_items(batch, layer, rows_per_item, buffers.items);
-  const std::vector<Item>& items = buffers.items;
-  const size_t scratch_size = (Scratch::floats(vectors, dim) + 15) / 16 * 16;
-  float* scratch_memory = buffers.scratch.reserve(scratch_size * pool.num_threads());
-  const auto scratch_of = [&](int thread) { return Scratch(scratch_memory + scratch_size * thread, vectors, dim); };
-  const auto out_of = [&](const Item& item, int v) { return (static_cast<size_t>(item.row + v / ratio) * layer.heads + item.kv_head * ratio + v % ratio); };
-  const auto last_key = [&](const Item& item) { return batch.positions[item.row + item.rows - 1]; };
-
-  // A thread goes on with its neighbour; where there are few items, with one that the others have left.
-  const size_t threads = static_cast<size_t>(pool.num_threads()), next = items.size() < 4 * threads ? threads : 1;
-  // Enough items to share: each walks its own partitions. Otherwise partitions are items of their own, merged afterwards.
-  int partitions = 1;
-  for (const Item& item : items) partitions = std::max(partitions, last_key(item) / kPartition + 1);
-  if (partitions == 1 || static_cast<long>(items.size()) >= 4L * pool.num_threads()) {
-    pool.run(static_cast<long>(items.size()), [&](long i, int thread) {
-      const Item& item = items[static_cast<size_t>(i)];
-      const Scratch scratch = scratch_of(thread);
-      const QueryBlock block = scale_queries<Kv>(layer, batch, table, item, qkv, scratch);
-      const QueryBlock after = block_of(layer, batch, table, items[std::min(static_cast<size_t>(i) + next, items.size() - 1)], scratch);
-      scratch.total.clear(block.vectors());
-      for (int p = block.first_key() / kPartition; p <= block.last_key() / kPartition; ++p) {
-        attend_partition<Kv>(block, p, &after, scratch.part);
-        for (int v = 0; v < block.vectors(); ++v)
-          merge(scratch.total.from(v), scratch.part.max[v], scratch.part.sum[v], scratch.part.from(v).acc, dim);
-      }
-      for (int v = 0; v < block.vectors(); ++v) write_out(scratch.total.from(v), dim, out + out_of(item, v) * dim);
+  void run() const {
+    // A thread goes on with its neighbour; where there are few units, with one that the others have left.
+    const size_t threads = static_cast<size_t>(pool_.num_threads()), next = units_.size() < kShares * threads ? threads : 1;
+    pool_.run(static_cast<long>(units_.size()), [&](long i, int thread) {
+      const Unit& later = units_[std::min(static_cast<size_t>(i) + next, units_.size() - 1)];
+      attend(units_[static_cast<size_t>(i)], items_[static_cast<size_t>(later.item)], scratch_of(thread));
     });
-    return;
+    if (!partials_) return;
+    pool_.run(static_cast<long>(items_.size()) * vectors_, [&](long i, int thread) {
+      const Item& item = items_[static_cast<size_t>(i / vectors_)];
+      const int v = static_cast<int>(i % vectors_);
+      if (item.cut && v < plan_.vectors(item)) merge_partitions(item, v, scratch_of(thread));
+    });
   }
-  const size_t record = static_cast<size_t>(dim) + 16;  // accumulator, maximum, sum
-  float* partials = buffers.partials.reserve(static_cast<size_t>(batch.rows) * layer.heads * partitions * record);
-  pool.run(static_cast<long>(items.size()) * partitions, [&](long i, int thread) {
-    const Item& item = items[static_cast<size_t>(i / partitions)];
-    const int p = static_cast<int>(i % partitions);
-    if (p * kPartition > last_key(item)) return;
-    const Scratch scratch = scratch_of(thread);
-    const QueryBlock block = scale_queries<Kv>(layer, batch, table, item, qkv, scratch);
-    attend_partition<Kv>(block, p, nullptr, scratch.part);
+
+ private:
+  Scratch scratch_of(int thread) const { return Scratch(scratch_ + Scratch::floats(vectors_, layer_.dim) * thread, vectors_, layer_.dim); }
+  QueryBlock block_of(const Item& item, const Scratch& scratch) const {
+    return {layer_, table_.block_table + item.sequence * table_.max_blocks, batch_.positions + item.row, scratch.q, scratch.stride,
+            item.rows, item.kv_head, item.kv_heads};
+  }
+  float* out_of(const Item& item, const QueryBlock& block, int v) const {
+    return out_ + (static_cast<size_t>(item.row + block.row(v)) * layer_.heads + block.head(v)) * layer_.dim;
+  }
+  // accumulator, maximum, sum
+  float* partial_of(const Item& item, int v, int partition) const {
+    return partials_ + (static_cast<size_t>(item.partials) + static_cast<size_t>(v) * partitions_of(item) + partition - item.first) * record_;
+  }
+
+  void scale_queries(const Item& item, const QueryBlock& block, float* q) const {
+    const size_t width = (layer_.heads + 2 * static_cast<size_t>(layer_.kv_heads)) * layer_.dim;
     for (int v = 0; v < block.vectors(); ++v) {
-      float* to = partials + (out_of(item, v) * partitions + p) * record;
-      if (!scratch.part.empty(v)) std::copy_n(scratch.part.from(v).acc, dim, to);
-      to[dim] = scratch.part.max[v];
-      to[dim + 1] = scratch.part.sum[v];
+      const float* from = qkv_ + (item.row + block.row(v)) * width + static_cast<size_t>(block.head(v)) * layer_.dim;
+      for (int d = 0; d < layer_.dim; d += 16) Kv::keep_query(q + v * block.stride, d, mul(load(from + d), set1(layer_.scale)));
     }
-  });
-  pool.run(static_cast<long>(batch.rows) * layer.heads, [&](long i, int thread) {
-    const int position = batch.positions[i / layer.heads];
-    const State total = scratch_of(thread).total;
-    total.clear(1);
-    for (int p = first_key(layer, position) / kPartition; p <= position / kPartition; ++p) {
-      const float* from = partials + (static_cast<size_t>(i) * partitions + p) * record;
-      merge(total, from[dim], from[dim + 1], from, dim);
+  }
+
+  void attend(const Unit& unit, const Item& later, const Scratch& scratch) const {
+    const Item& item = items_[static_cast<size_t>(unit.item)];
+    const QueryBlock block = block_of(item, scratch), after = block_of(later, scratch);
+    scale_queries(item, block, scratch.q);
+    scratch.total.clear(block.vectors());
+    for (int p = unit.first; p <= unit.last; ++p) {
+      attend_partition<Kv>(block, p, &after, scratch.scores, scratch.part);
+      for (int v = 0; v < block.vectors(); ++v) {
+        if (item.cut) keep_partial(scratch.part.from(v), partial_of(item, v, p));
+        else merge(scratch.total.from(v), scratch.part.max[v], scratch.part.sum[v], scratch.part.from(v).acc, layer_.dim);
+      }
     }
-    write_out(total, dim, out + static_cast<size_t>(i) * dim);
-  });
-}
+    if (item.cut) return;
+    for (int v = 0; v < block.vectors(); ++v) write_out(scratch.total.from(v), layer_.dim, out_of(item, block, v));
+  }
+
+  void keep_partial(const State& part, float* to) const {
+    if (!part.empty(0)) std::copy_n(part.acc, layer_.dim, to);
+    to[layer_.dim] = *part.max;
+    to[layer_.dim + 1] = *part.sum;
+  }
+
+  void merge_partitions(const Item& item, int v, const Scratch& scratch) const {
+    const int dim = layer_.dim;
+    scratch.total.clear(1);
+    for (int p = item.first; p <= item.last; ++p) {
+      const float* from = partial_of(item, v, p);
+      merge(scratch.total, from[dim], from[dim + 1], from, dim);
+    }
+    write_out(scratch.total, dim, out_of(item, block_of(item, scratch), v));
+  }
+
+  const Plan plan_;
+  ThreadPool& pool_;
+  const StepBatch& batch_;
+  const GroupTable& table_;
+  const AttentionLayer& layer_;
+  const float* const qkv_;
+  float* const out_;
+  const std::vector<Item>& items_;
+  const std::vector<Unit>& units_;
+  const int vectors_;
+  const size_t record_;
+  float *const scratch_, *const partials_;
+};
 
 }  // namespace
 
@@ -167,9 +272,9 @@ void rope_write(ThreadPool& pool, const StepBatch& batch, const GroupTable& tabl
 void attend(ThreadPool& pool, AttentionBuffers& buffers, const StepBatch& batch, const GroupTable& table, const AttentionLayer& layer,
             const float* qkv, float* out) {
   switch (layer.format) {
-    case KvFormat::bf16: return attend_format<AttendedBf16>(pool, buffers, batch, table, layer, qkv, out);
-    case KvFormat::f16: return attend_format<PlainKv<uint16_t>>(pool, buffers, batch, table, layer, qkv, out);
-    case KvFormat::f32: return attend_format<PlainKv<float>>(pool, buffers, batch, table, layer, qkv, out);
+    case KvFormat::bf16: return Attention<AttendedBf16>(pool, buffers, batch, table, layer, qkv, out).run();
+    case KvFormat::f16: return Attention<PlainKv<uint16_t>>(pool, buffers, batch, table, layer, qkv, out).run();
+    case KvFormat::f32: return Attention<PlainKv<float>>(pool, buffers, batch, table, layer, qkv, out).run();
   }
 }
 

@@ -16,7 +16,6 @@
 
 namespace KVIST_NAMESPACE {
 
-constexpr int kSpan = 64;
 constexpr int kPartition = 512;
 constexpr int kMaxHeadDim = 256;
 constexpr int kVectorsPerItem = 64;  // queries that walk a span together
@@ -51,14 +50,23 @@ struct AttentionLayer {
   float norm_eps;
 };
 
-// What a thread takes, for one partition of the keys or for all of them.
+// Rows of a sequence and kv heads that walk their keys together.
 struct AttentionItem {
-  int sequence, row, rows, kv_head;
+  int sequence, row, rows, kv_head, kv_heads;
+  int first, last;  // partitions
+  long partials;    // where its own begin, in records; unused unless it is cut
+  bool cut;
+};
+
+// What a thread takes: the partitions [first, last] of an item.
+struct AttentionUnit {
+  int item, first, last;
 };
 
 struct AttentionBuffers {
   Buffer<float> partials, scratch;
   std::vector<AttentionItem> items;
+  std::vector<AttentionUnit> units;
 };
 
 // qkv [rows, (heads + 2 kv_heads) * dim]: norms and rotates q and k in place, writes k and v to their slots.

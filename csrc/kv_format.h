@@ -82,16 +82,21 @@ struct Tile {
   void ask_ahead(size_t) const {}
 };
 
-// With every line that is read, the same line of what will be read later is asked for: blocks lie anywhere, so the processor cannot
-// guess where a sequence goes on, and asking for all of it at once would only queue up.
+// With every line that is read, a line of what will be read later is asked for: blocks lie anywhere, so the processor cannot guess where
+// a sequence goes on, and asking for all of it at once would only queue up.
 template <class T>
 struct LeadingTile {
   using Element = T;
   const T* data;
-  const T* next = data;
+  const T* next;
 
-  void ask_ahead(size_t element) const { __builtin_prefetch(next + element); }
+  // Inlined by order: GCC takes a function that only asks for one without effect, and drops the call.
+  [[gnu::always_inline]] void ask_ahead(size_t element) const { __builtin_prefetch(next + element); }
 };
+
+// Where a line lies that is asked for when a tile's values are read at d: what is asked for one after the other are neighbours in
+// memory, which what is read one after the other are not.
+inline size_t nth_read(int d, int offset) { return static_cast<size_t>(d) * kKeyTile + static_cast<size_t>(offset); }
 
 // Products of floats.
 struct FloatProducts {
@@ -121,32 +126,25 @@ struct PlainKv : FloatProducts {
   static size_t key_at(int offset, int d, int dim) { return (static_cast<size_t>(offset / kKeyTile) * dim + d) * kKeyTile + offset % kKeyTile; }
   static size_t value_at(int offset, int d, int dim) { return static_cast<size_t>(offset) * dim + d; }
 
-  // feed(d, keys): 16 keys' element d, for every d ascending
-  template <class Tile, class Feed>
-  static void keys(const Tile& tile, int dim, Feed feed) {
+  // feed(n, d, keys): 16 keys' element d of N tiles, for every d ascending
+  template <int N, class Tile, class Feed>
+  [[gnu::always_inline]] static inline void keys(const Tile* tiles, int dim, Feed feed) {
     for (int d = 0; d < dim; ++d) {
       const size_t at = static_cast<size_t>(d) * kKeyTile;
-      tile.ask_ahead(at);
-      feed(d, load16(tile.data + at));
+      for (int n = 0; n < N; ++n) {
+        tiles[n].ask_ahead(at);
+        feed(n, d, load16(tiles[n].data + at));
+      }
     }
   }
-  template <class Tile, class Feed>
-  static void keys_of_two(const Tile& a, const Tile& b, int dim, Feed feed) {
-    for (int d = 0; d < dim; ++d) {
-      const size_t at = static_cast<size_t>(d) * kKeyTile;
-      a.ask_ahead(at);
-      b.ask_ahead(at);
-      feed(d, load16(a.data + at), load16(b.data + at));
-    }
-  }
-  // feed(key, values): elements [d, d + 16) of the keys [from, to) of a tile, ascending
-  template <class Tile, class Feed>
-  static void values(const Tile& tile, int dim, int d, int from, int to, Feed feed) {
-    for (int key = from; key < to; ++key) {
-      const size_t at = static_cast<size_t>(key) * dim + d;
-      tile.ask_ahead(at);
-      feed(key, load16(tile.data + at));
-    }
+  // feed(n, key, values): elements [d + 16 n, d + 16 n + 16) of the keys [from, to) of a tile, ascending, for every n < N
+  template <int N, class Tile, class Feed>
+  [[gnu::always_inline]] static inline void values(const Tile& tile, int dim, int d, int from, int to, Feed feed) {
+    for (int key = from; key < to; ++key)
+      for (int n = 0; n < N; ++n) {
+        tile.ask_ahead(nth_read(d, (key * N + n) * 16));
+        feed(n, key, load16(tile.data + static_cast<size_t>(key) * dim + d + 16 * n));
+      }
   }
 };
 
@@ -158,43 +156,29 @@ struct Bf16Kv : FloatProducts {
   }
   static size_t value_at(int offset, int d, int dim) { return (static_cast<size_t>(offset / 2) * dim + d) * 2 + offset % 2; }
 
-  template <class Tile, class Feed>
-  static void keys(const Tile& tile, int dim, Feed feed) {
+  template <int N, class Tile, class Feed>
+  [[gnu::always_inline]] static inline void keys(const Tile* tiles, int dim, Feed feed) {
     for (int d = 0; d < dim; d += 2) {
       const size_t at = static_cast<size_t>(d) * kKeyTile;
-      F even, odd;
-      tile.ask_ahead(at);
-      split_bf16_pairs(tile.data + at, even, odd);
-      feed(d, even);
-      feed(d + 1, odd);
-    }
-  }
-  template <class Tile, class Feed>
-  static void keys_of_two(const Tile& a, const Tile& b, int dim, Feed feed) {
-    for (int d = 0; d < dim; d += 2) {
-      const size_t at = static_cast<size_t>(d) * kKeyTile;
-      F even_a, odd_a, even_b, odd_b;
-      a.ask_ahead(at);
-      b.ask_ahead(at);
-      split_bf16_pairs(a.data + at, even_a, odd_a);
-      split_bf16_pairs(b.data + at, even_b, odd_b);
-      feed(d, even_a, even_b);
-      feed(d + 1, odd_a, odd_b);
-    }
-  }
-  template <class Tile, class Feed>
-  static void values(const Tile& tile, int dim, int d, int from, int to, Feed feed) {
-    for (int key = from; key < to; ++key) {
-      const size_t at = (static_cast<size_t>(key / 2) * dim + d) * 2;
-      F even, odd;
-      tile.ask_ahead(at);
-      split_bf16_pairs(tile.data + at, even, odd);
-      if (key % 2 == 0) {
-        feed(key, even);
-        if (++key == to) return;
+      for (int n = 0; n < N; ++n) {
+        F even, odd;
+        tiles[n].ask_ahead(at);
+        split_bf16_pairs(tiles[n].data + at, even, odd);
+        feed(n, d, even);
+        feed(n, d + 1, odd);
       }
-      feed(key, odd);
     }
+  }
+  template <int N, class Tile, class Feed>
+  [[gnu::always_inline]] static inline void values(const Tile& tile, int dim, int d, int from, int to, Feed feed) {
+    for (int key = from & ~1; key < to; key += 2)
+      for (int n = 0; n < N; ++n) {
+        F even, odd;
+        tile.ask_ahead(nth_read(d, (key * N + 2 * n) * 16));
+        split_bf16_pairs(tile.data + (static_cast<size_t>(key / 2) * dim + d + 16 * n) * 2, even, odd);
+        if (key >= from) feed(n, key, even);
+        if (key + 1 < to) feed(n, key + 1, odd);
+      }
   }
 };
 
@@ -211,28 +195,26 @@ struct DotBf16Kv : Bf16Kv {
     tile.ask_ahead(at);
     return load(reinterpret_cast<const float*>(tile.data + at));
   }
-  template <class Tile, class Feed>
-  static void keys(const Tile& tile, int dim, Feed feed) {
-    for (int i = 0; i < dim / 2; ++i) feed(i, pairs(tile, static_cast<size_t>(i) * 2 * kKeyTile));
-  }
-  template <class Tile, class Feed>
-  static void keys_of_two(const Tile& a, const Tile& b, int dim, Feed feed) {
+  template <int N, class Tile, class Feed>
+  [[gnu::always_inline]] static inline void keys(const Tile* tiles, int dim, Feed feed) {
     for (int i = 0; i < dim / 2; ++i) {
       const size_t at = static_cast<size_t>(i) * 2 * kKeyTile;
-      feed(i, pairs(a, at), pairs(b, at));
+      for (int n = 0; n < N; ++n) {
+        tiles[n].ask_ahead(at);
+        feed(n, i, load(reinterpret_cast<const float*>(tiles[n].data + at)));
+      }
     }
   }
   // The half of a pair that is not seen may hold anything, so it is cleared; its weight is 0 already.
-  template <class Tile, class Feed>
-  static void values(const Tile& tile, int dim, int d, int from, int to, Feed feed) {
-    const auto at = [&](int pair) { return (static_cast<size_t>(pair) * dim + d) * 2; };
-    int pair = from / 2;
-    if (from % 2 != 0) {
-      feed(pair, keep_bits(pairs(tile, at(pair)), 0xffff0000u));
-      ++pair;
-    }
-    for (; 2 * pair + 1 < to; ++pair) feed(pair, pairs(tile, at(pair)));
-    if (2 * pair < to) feed(pair, keep_bits(pairs(tile, at(pair)), 0x0000ffffu));
+  template <int N, class Tile, class Feed>
+  [[gnu::always_inline]] static inline void values(const Tile& tile, int dim, int d, int from, int to, Feed feed) {
+    for (int key = from & ~1; key < to; key += 2)
+      for (int n = 0; n < N; ++n) {
+        tile.ask_ahead(nth_read(d, (key * N + 2 * n) * 16));
+        const F pair = load(reinterpret_cast<const float*>(tile.data + (static_cast<size_t>(key / 2) * dim + d + 16 * n) * 2));
+        if (key >= from && key + 1 < to) feed(n, key / 2, pair);
+        else feed(n, key / 2, keep_bits(pair, key < from ? 0xffff0000u : 0x0000ffffu));
+      }
   }
 };
 using AttendedBf16 = DotBf16Kv;

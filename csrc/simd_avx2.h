@@ -17,7 +17,7 @@ struct I {
 
 constexpr int kRowTile = 4;
 constexpr int kQueryTile = 4;
-constexpr int kAccumulators = 0;  // 16 registers have no room for a second tile of keys
+constexpr int kAccumulators = 4;  // 16 registers have room for tiles or columns beside each other of one or two query vectors
 
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, F v) {

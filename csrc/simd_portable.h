@@ -21,7 +21,7 @@ typedef uint16_t U16x4 __attribute__((vector_size(8)));
 constexpr int kLanes = 4;
 constexpr int kRowTile = 2;
 constexpr int kQueryTile = 4;
-constexpr int kAccumulators = 0;  // as for AVX2: too few registers for a second tile of keys
+constexpr int kAccumulators = 0;  // too few registers for a second tile of keys
 
 struct F {
   V part[4];
