@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import warnings
@@ -103,6 +104,17 @@ def test_a_start_imports_nothing_that_only_packing_or_serving_needs(tmp_path):
     )
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "1 []\n"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_load_leaves_the_collector_as_it_was(collects, tmp_path):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    (gc.enable if collects else gc.disable)()
+    try:
+        make(path)
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
 
 
 def test_mistakes_come_before_the_model_is_looked_for(tmp_path):

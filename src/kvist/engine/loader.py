@@ -6,8 +6,10 @@ first use, its tokenizer with it; later starts read the pack alone, and import n
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -81,9 +83,10 @@ def load(options: EngineOptions, *, report: Report | None = None, done: Done = l
     for note in packed.notes:
         warn(note)
     done("weights")
-    tokenizer, template = _load_text(packed.files)
-    done("tokenizer")
-    loaded = assemble(options, packed, ops, tokenizer, template, warn=warn, done=done)
+    with _no_collections():
+        tokenizer, template = _load_text(packed.files)
+        done("tokenizer")
+        loaded = assemble(options, packed, ops, tokenizer, template, warn=warn, done=done)
     if report is not None:
         config = loaded.config
         report(f"Model {config.served_model_name} ({config.model.architecture}), isa {config.isa}, {config.num_threads} threads.")
@@ -135,6 +138,18 @@ def _stages(name: str, report: Report | None) -> Callable[[str, int, int], None]
             report(f"Pulling {name}: {stage}.")
 
     return progress
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """What is loaded here stays, so that looking among it for garbage, again and again while it grows, finds nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _warn(message: str) -> None:

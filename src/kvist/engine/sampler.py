@@ -8,7 +8,6 @@ and over tokens that are new, biased or ruled out, never over a vocabulary. It k
 
 from __future__ import annotations
 
-import logging
 import math
 from array import array
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ from kvist.kernels.sampling import (
 )
 from kvist.request import Request, SamplingParams, TokenLogprob
 
-logger = logging.getLogger("kvist")
 REASONS = {
     NO_NUMBER: "The model's logits hold no finite number for this request.",
     NONE_LEFT: "No token is left for this request: what its output is bound to allows none that can be drawn.",
@@ -162,7 +160,9 @@ def failure(error: Exception) -> str:
     """What the client of a failed request is told. What is not expected is logged with its trace."""
     if isinstance(error, EngineError):
         return str(error)
-    logger.error("A request failed in the engine.", exc_info=error)
+    import logging  # a start has no use for it
+
+    logging.getLogger("kvist").error("A request failed in the engine.", exc_info=error)
     return f"The engine failed this request: {type(error).__name__}: {error}."
 
 

@@ -206,9 +206,9 @@ def _table(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> L
     try:
         table = LLTokenizer(_without_special_names(tokenizer.to_json()), n_vocab=vocab_size, eos_token=eos_token_ids)
         wrong = sum(
-            table.decode_bytes([token_id]) != tokenizer.token_bytes(token_id)
+            table.decode_bytes([token_id]) != ours
             for token_id in range(tokenizer.vocab_size)
-            if token_id not in hidden and tokenizer.token_bytes(token_id)[:1] not in (b"", b"\xff")
+            if token_id not in hidden and (ours := tokenizer.token_bytes(token_id))[:1] not in (b"", b"\xff")
         )
     except ValueError as error:
         raise _unsupported(f"llguidance cannot read it: {error}") from None
