@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvist.config import EVICTION_POLICIES
 from kvist.kv.density import AGE_CELLS, CELL_WIDTHS, Density, ReuseStatistics, age_cell
 from kvist.kv.eviction import POLICIES, EvictionPolicy, Lru
+from kvist.kv.ghosts import MEMO_BITS
 from kvist.kv.rings import Rings
 
 POLICY_NAMES = sorted(POLICIES)
@@ -40,42 +41,78 @@ def test_rings_join_and_close() -> None:
     old, new, none = rings.open(), rings.open(), rings.open()
     for ring, block in ((old, 0), (new, 1), (old, 2), (new, 3)):
         rings.extend(ring, [block])
+    assert [run.left for run in (old.after, new.after)] == [2, 2], "single blocks share a run"
     rings.join(old, none)
     rings.join(old, new)
     assert rings.blocks(old) == [0, 2, 1, 3]
-    rings.unlink([1])
+    assert [count for _, count in rings.unlink([1])] == [1]
     taken: list[int] = []
     assert rings.take(old, 2, taken) == 0
     assert (taken, rings.blocks(old)) == ([0, 2], [3])
-    assert {rings.open(), rings.open()} == {new, none}, "closed entries are used again"
-    assert rings.open() == 9
+    assert rings.take(old, 2, taken) == 1
+    assert (taken, old.after) == ([0, 2, 3], old)
+    rings.close(old)
+
+
+def test_a_block_that_went_and_came_back_is_not_found_where_it_was() -> None:
+    rings = Rings(9)
+    ring = rings.open()
+    rings.extend(ring, [0, 1, 2, 3, 4])
+    rings.unlink([1])
+    rings.extend(ring, [5, 1])
+    assert rings.blocks(ring) == [0, 2, 3, 4, 5, 1]
+    rings.unlink([0, 3, 4])
+    rings.extend(ring, [3])
+    taken: list[int] = []
+    assert rings.take(ring, 3, taken) == 0
+    assert (taken, rings.blocks(ring)) == ([2, 5, 1], [3])
+
+
+def test_many_runs_of_stale_entries_are_forgotten() -> None:
+    """A prompt that is asked again and again leaves no trace of the times before."""
+    rings = Rings(100)
+    ring = rings.open()
+    rings.extend(ring, [99])
+    for _ in range(1000):
+        rings.extend(ring, list(range(90)))
+        rings.unlink(list(range(60)))
+        rings.unlink(list(range(60, 90)))
+    rings.extend(ring, list(range(70)))
+    rings.unlink(list(range(0, 70, 2)))
+    assert len(ring.before.block_ids) == 70
+    rings.unlink([1])
+    assert len(ring.before.block_ids) == 34, "what is half stale is written anew"
+    assert (ring.after.block_ids.tolist(), ring.after.after) == ([99], ring.before)
 
 
 @given(st.data())
 def test_pieces_of_rings_are_taken_out_in_any_order(data: st.DataObject) -> None:
-    rings = Rings(12)
+    rings = Rings(12, 2)
     rows = [data.draw(st.permutations(range(7))), data.draw(st.permutations(range(7, 12)))]
     names = [rings.open(), rings.open()]
-    for ring, row in zip(names, rows, strict=True):
-        rings.extend(ring, row[:3])
-        rings.extend(ring, row[3:])
+    for kind, (ring, row) in enumerate(zip(names, rows, strict=True)):
+        rings.extend(ring, row[:3], kind, 1)
+        rings.extend(ring, row[3:], kind, data.draw(st.integers(1, 2)))
     backwards = [block for row in rows for block in reversed(row)]
     start, stop = sorted(data.draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
     taken = data.draw(
         st.sampled_from([backwards[start:stop], backwards[start:stop][::-1], data.draw(st.permutations(backwards))[:stop]])
     )
-    rings.unlink(taken)
+    found = rings.unlink(taken)
+    assert [run.kind for run, count in found for _ in range(count)] == [block >= 7 for block in taken]
+    assert [run.kind for run in rings.runs_of(taken)] == [block >= 7 for block in taken], "its kind stays with a block"
     for ring, row in zip(names, rows, strict=True):
         left = [block for block in row if block not in taken]
         assert rings.blocks(ring) == left
-        assert [rings.prev[block] for block in [*left, ring]] == [ring, *left]
+        assert rings.take(ring, 2, popped := []) == max(0, 2 - len(left))
+        assert (popped, rings.blocks(ring)) == (left[:2], left[2:])
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_prefix_is_reused_from_its_tail(name: str) -> None:
     policy = POLICIES[name](64)
-    policy.enter(range(10), [None] * 10 if policy.remembers else [])
-    policy.push(range(9, -1, -1))
+    policy.enter(list(range(10)), [None] * 10 if policy.remembers else [])
+    policy.push(list(range(9, -1, -1)))
     assert policy.pop(3) == [9, 8, 7]
     policy.unlink([0, 1])
     policy.hit([0, 1])
@@ -168,7 +205,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self.policy.enter(blocks, [self.memos.get(block) if known else None for block in blocks])
         else:
             self.policy.enter(blocks, [])
-        self.policy.push(reversed(blocks))
+        self.policy.push(blocks[::-1])
         self.inside.update(blocks)
 
     @precondition(lambda self: self.inside)
@@ -187,7 +224,7 @@ class PolicyMachine(RuleBasedStateMachine):
         taken = self.policy.pop(count)
         assert taken == expected[:count]
         self.memos.update(zip(taken, self.policy.leave(taken), strict=True))
-        assert all(0 <= memo < 2**32 for memo in self.memos.values())
+        assert all(0 <= memo < 2**MEMO_BITS for memo in self.memos.values())
         self.inside.difference_update(taken)
 
     @invariant()
@@ -211,5 +248,5 @@ def test_density_forgets_old_habits_and_keeps_its_rings_few() -> None:
             assert policy.pop(4) == blocks, "content used once goes in the order of its use"
         policy.enter(blocks, [None] * 4)
         policy.push(blocks)
-    assert len(policy._rings.next) < 256 + 200
+    assert sum(map(len, policy._old)) < 200
     assert sum(policy._statistics.kept) < 2 * 256 * 256

@@ -102,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         usable = [block for block in range(8) if self.refs[block] or block in self.cached]
-        chosen = data.draw(st.lists(st.sampled_from(usable), max_size=4)) if usable else []
+        chosen = data.draw(st.lists(st.sampled_from(usable), max_size=4, unique=True)) if usable else []
         self.pool.share(chosen)
         for block_id in chosen:
             if self.refs[block_id] == 0:

@@ -7,7 +7,7 @@ index. All tables of a sequence (one per KV group) grow together, all or nothing
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvist.kv.pool import BlockPool
@@ -21,7 +21,7 @@ class Allocator(Protocol):
     def grow(self, tables: Sequence[array[int]], num_blocks: int) -> bool:
         """Append `num_blocks` block ids to every table; False, and nothing changed, when there is no room."""
 
-    def give_back(self, block_ids: Iterable[int]) -> int:
+    def give_back(self, block_ids: Sequence[int]) -> int:
         """Let go of blocks, in the order in which they may be reused. Returns how many became free."""
 
 
@@ -37,17 +37,17 @@ class PagedAllocator:
         if taken is None:
             return False
         for offset, table in enumerate(tables):
-            table.extend(taken[offset::num_tables])
+            table.extend(taken if num_tables == 1 else taken[offset::num_tables])
         return True
 
-    def give_back(self, block_ids: Iterable[int]) -> int:
+    def give_back(self, block_ids: Sequence[int]) -> int:
         return self._pool.release(block_ids)
 
 
-def tails_first(tables: Sequence[array[int]], starts: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
+def tails_first(tables: Sequence[array[int]], starts: Sequence[int], ends: Sequence[int]) -> list[int]:
     """The entries [starts[g], ends[g]) of each table g, the last block first and the groups side by side."""
     if len(tables) == 1:
-        return tables[0][starts[0] : ends[0]][::-1]
+        return tables[0][starts[0] : ends[0]][::-1].tolist()
     return [
         table[block]
         for block in range(max(ends) - 1, min(starts) - 1, -1)

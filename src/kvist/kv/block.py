@@ -11,14 +11,17 @@ Invariants: a hash depends on all tokens from the beginning of the sequence on; 
 
 from __future__ import annotations
 
-import struct
 import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import chain
+from struct import iter_unpack
 from typing import NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)
+CUT_AT_ONCE = 16
+"""Cutting tokens into blocks costs half as much for several at once."""
 
 
 class Tail(NamedTuple):
@@ -66,9 +69,12 @@ def extend_hashes(hashes: list[BlockHash], hasher: Hasher, token_ids: Sequence[i
     if sys.byteorder == "big":
         words.byteswap()
     update, digest, append = hasher.update, hasher.digest, hashes.append
-    for (block,) in struct.iter_unpack(f"{4 * block_size}s", words):
-        update(block)
-        append(BlockHash(digest()))
+    data, piece = memoryview(words).cast("B"), f"{4 * block_size}s"
+    many = len(words) // (CUT_AT_ONCE * block_size) * CUT_AT_ONCE * 4 * block_size
+    for blocks in chain(iter_unpack(CUT_AT_ONCE * piece, data[:many]), iter_unpack(piece, data[many:])):
+        for block in blocks:
+            update(block)
+            append(BlockHash(digest()))
 
 
 def tail_hash(hasher: Hasher, token_ids: Sequence[int]) -> BlockHash:

@@ -21,6 +21,11 @@ class Copies:
         self._planned: list[tuple[int, int]] = []
         self._under_way: list[tuple[int, int]] = []
 
+    @property
+    def are_planned(self) -> bool:
+        """Whether copies are waiting to be taken."""
+        return bool(self._planned)
+
     def needed(self, tables: Sequence[array[int]], position: int) -> list[array[int]]:
         """Those of a holder's tables whose block at `position`, inside it, is not the holder's alone. The last of several holders
         writes in place."""
@@ -41,8 +46,6 @@ class Copies:
     def withdraw(self, tables: Sequence[array[int]]) -> int:
         """The holder of these tables gives its blocks up: nobody will read what was to be copied into them. The tables come without
         what was let go, whose zeros would name the block 0 of another. Returns how many sources became free."""
-        if not self._planned:
-            return 0
         block_ids = {block_id for table in tables for block_id in table}
         dropped = [source for source, destination in self._planned if destination in block_ids]
         self._planned = [copy for copy in self._planned if copy[1] not in block_ids]
@@ -60,7 +63,7 @@ class Copies:
         """What was taken has been carried out, or never will be. Twice is harmless."""
         if self._under_way:
             copies, self._under_way = self._under_way, []
-            self._pool.release(source for source, _ in copies)
+            self._pool.release([source for source, _ in copies])
 
     def sources(self) -> list[int]:
         """The blocks that plans hold, once for each copy."""

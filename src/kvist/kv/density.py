@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
-from kvist.kv.rings import ORDINARY_PRIORITY, Prioritized
+from kvist.kv.columns import all_are
+from kvist.kv.ghosts import MEMO_BITS
+from kvist.kv.rings import ORDINARY_PRIORITY, Prioritized, Run, pieces
 
 NUM_CLASSES = 6
 """Contents used once, twice, ... and NUM_CLASSES times or more."""
@@ -31,8 +32,9 @@ PRIOR = tuple(
 """What is believed before anything is learned, as if `PRIOR_WEIGHT` blocks of each class had been seen: a quarter of what is used
 once comes back, more of what was used more often, and at any doubling of age nearly alike. By that alone the order is that of LRU,
 with content that was used more often kept longer."""
-STEP_MASK = (1 << 29) - 1
-"""A memo has room for this much of a step besides the class."""
+STEP_MASK = (1 << MEMO_BITS - 3) - 1
+"""A memo has room for this much of a step besides the class. What is older than that by the time it comes back is taken for young:
+hardly any ghost lasts through 256 pools of blocks."""
 
 
 def age_cell(steps: int) -> int:
@@ -111,56 +113,40 @@ class Density(Prioritized):
     remembers = True
 
     def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._uses = bytearray(num_blocks)
-        self._since = array("I", bytes(4 * num_blocks))
+        super().__init__(num_blocks, NUM_CLASSES)
+        self._num_blocks = num_blocks
         self._step_blocks = max(1, num_blocks // STEPS_PER_POOL)
         self._step = self._started = self._next_lesson = 0
         self._pushed = 0
         self._statistics = ReuseStatistics()
         self._young = [self._rings.open() for _ in range(NUM_CLASSES)]
-        self._old: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_CLASSES)]
+        self._old: list[list[tuple[Run, int, int]]] = [[] for _ in range(NUM_CLASSES)]
         """Per class, oldest first: (ring, step of its oldest block, step of its newest)."""
-        self._victims: list[int] = []
+        self._victims: list[Run] = []
         """The rings that may have blocks to reuse, those of least worth last; pop drops those it has emptied. Empty until the first
         pop of a step."""
 
-    def push(self, block_ids: Iterable[int]) -> None:
-        block_ids = list(block_ids)
-        uses, since, step, kept = self._uses, self._since, self._step, self._statistics.kept
-        for block_id in block_ids:
-            since[block_id] = step
-        if len(self._levels) == 1:
-            for kind, alike in groupby(block_ids, uses.__getitem__):
-                ids = list(alike)
-                kept[kind] += len(ids)
-                self._rings.extend(self._young[kind], ids)
-        else:
-            for block_id in block_ids:
-                kind, priority = uses[block_id], self._priority[block_id]
-                kept[kind] += 1
-                self._rings.extend(self._young[kind] if priority == ORDINARY_PRIORITY else self._level[priority], (block_id,))
+    def push(self, block_ids: Sequence[int]) -> None:
+        step, kept, start = self._step, self._statistics.kept, 0
+        for run, count in pieces(self._rings.runs_of(block_ids)):
+            ids, kind = block_ids[start : start + count], run.kind
+            kept[kind] += count
+            start += count
+            if len(self._levels) == 1:
+                self._rings.extend(self._young[kind], ids, kind, step)
+            else:
+                for priority, level in groupby(ids, self._priority.__getitem__):
+                    ring = self._young[kind] if priority == ORDINARY_PRIORITY else self._level[priority]
+                    self._rings.extend(ring, list(level), kind, step)
         self._pushed += len(block_ids)
         if self._pushed >= self._step_blocks:
             self._step += self._pushed // self._step_blocks
             self._pushed %= self._step_blocks
             self._grow_older()
 
-    def unlink(self, block_ids: Iterable[int]) -> None:
-        block_ids = list(block_ids)
-        self._rings.unlink(block_ids)
-        uses, since, step, returned = self._uses, self._since, self._step, self._statistics.returned
-        # Most go together as they came, and are counted together.
-        last_since = last_kind = -1
-        count = 0.0
-        for block_id in block_ids:
-            if since[block_id] != last_since or uses[block_id] != last_kind:
-                if count:
-                    returned[last_kind][age_cell(step - last_since)] += count
-                last_since, last_kind, count = since[block_id], uses[block_id], 0.0
-            count += 1.0
-        if count:
-            returned[last_kind][age_cell(step - last_since)] += count
+    def unlink(self, block_ids: Sequence[int]) -> None:
+        for run, count in self._rings.unlink(block_ids):
+            self._statistics.returned[run.kind][age_cell(self._step - run.step)] += count
 
     def pop(self, count: int) -> list[int]:
         taken: list[int] = []
@@ -192,43 +178,42 @@ class Density(Prioritized):
                 found += self._rings.blocks(ring)
         return found
 
-    def hit(self, block_ids: Iterable[int]) -> None:
-        uses = self._uses
-        for block_id in block_ids:
-            kind = uses[block_id]
-            if kind < NUM_CLASSES - 1:
-                uses[block_id] = kind + 1
+    def hit(self, block_ids: Sequence[int]) -> None:
+        start = 0
+        for run, count in pieces(self._rings.runs_of(block_ids)):
+            if run.kind < NUM_CLASSES - 1:
+                self._rings.set_kind(block_ids[start : start + count], run.kind + 1)
+            start += count
 
     def enter(self, block_ids: Sequence[int], memos: Sequence[int | None]) -> None:
         """Whoever computed a block has computed those before it too: what is not remembered of one is known from the next."""
-        uses, returned, now = self._uses, self._statistics.returned, self._step
-        if memos.count(None) == len(memos):
-            for block_id in block_ids:
-                uses[block_id] = 0
+        self._rings.set_kind(block_ids, 0)
+        if all_are(memos, None):
             return
+        returned, now = self._statistics.returned, self._step
         memo: int | None = None
         for block_id, own in zip(reversed(block_ids), reversed(memos), strict=True):
             if own is not None and (memo is None or own & 7 >= memo & 7):
                 memo = own
-            if memo is None:
-                uses[block_id] = 0
-            else:
+            if memo is not None:
                 kind = memo & 7
                 returned[kind][age_cell((now - (memo >> 3)) & STEP_MASK)] += 1.0
-                uses[block_id] = kind + 1 if kind < NUM_CLASSES - 1 else kind
+                self._rings.set_kind((block_id,), min(kind + 1, NUM_CLASSES - 1))
 
     def leave(self, block_ids: Sequence[int]) -> Sequence[int]:
-        since, uses = self._since, self._uses
-        return [(since[block_id] & STEP_MASK) << 3 | uses[block_id] for block_id in block_ids]
+        memos: list[int] = []
+        for run, count in pieces(self._rings.runs_of(block_ids)):
+            memos += [(run.step & STEP_MASK) << 3 | run.kind] * count
+        return memos
 
     def _grow_older(self) -> None:
         """A step has passed: close the young rings, join old neighbours, and put all rings in order."""
         rings, now = self._rings, self._step
         for kind, old in enumerate(self._old):
             ring = self._young[kind]
-            kept: list[tuple[int, int, int]] = []
+            kept: list[tuple[Run, int, int]] = []
             for entry in [*old, (ring, self._started, now - 1)]:
-                if rings.next[entry[0]] == entry[0]:
+                if entry[0].after is entry[0]:
                     rings.close(entry[0])
                 elif kept and JOIN * (entry[2] - kept[-1][1]) <= now - entry[2]:
                     rings.join(kept[-1][0], entry[0])
@@ -241,17 +226,17 @@ class Density(Prioritized):
         if now >= self._next_lesson:
             self._next_lesson = now + LESSON_STEPS
             self._statistics.learn()
-            if sum(self._statistics.kept) > MEMORY * self._rings.num_blocks:
+            if sum(self._statistics.kept) > MEMORY * self._num_blocks:
                 self._statistics.fade(0.5)
         self._victims = []
 
-    def _ranked(self) -> list[int]:
+    def _ranked(self) -> list[Run]:
         """All rings of ordinary blocks, the least worth first."""
         worth, now, cells = self._statistics.worth, self._step, CELLS
-        ranked = [(worth[kind][0], now, ring) for kind, ring in enumerate(self._young)]
-        for values, old in zip(worth, self._old, strict=True):
+        ranked = [(worth[kind][0], now, kind, ring) for kind, ring in enumerate(self._young)]
+        for kind, old in enumerate(self._old):
             for ring, first, last in old:
                 age = now - (first + last) // 2
-                ranked.append((values[cells[age] if age < len(cells) else age_cell(age)], first, ring))
+                ranked.append((worth[kind][cells[age] if age < len(cells) else age_cell(age)], first, kind, ring))
         ranked.sort()
-        return [ring for _, _, ring in ranked]
+        return [ring for _, _, _, ring in ranked]

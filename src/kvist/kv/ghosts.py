@@ -1,56 +1,95 @@
 """What is remembered of evicted blocks: by content, in bounded memory, until another content takes the place.
 
-The table has one place for a content, which newer ghosts overwrite: so some are lost early, and two contents with one place and 32
+The table has one place for a content, which newer ghosts overwrite: so some are lost early, and two contents with one place and 24
 equal bits more are taken for each other. That spoils a guess or an explanation and never an answer, as nothing here is ever a hit.
 A content that is computed again keeps its ghost until it is evicted again; who asks looks into the prefix index first.
+
+A ghost is one number of 64 bits, so that it takes one line of memory: 24 bits of the name, which tell contents of one place apart
+(0, a name that is not remembered: no ghost), the memo, and the time in ticks, which begins anew after 24 days. What can be done for
+many names at once is done on their bytes.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Sequence
+from struct import pack, unpack
 
 from kvist.kv.block import BlockHash
+from kvist.kv.columns import all_are, gather
 
-HIGH = int(sys.byteorder == "little")
-"""Where the higher 32 bits of 64 stand, in words of 32."""
+MEMO_BITS = 17
+TICK_BITS = 23
+NOTE_BITS = MEMO_BITS + TICK_BITS
+NOTE_BYTES = NOTE_BITS // 8
+LAST_TICK = (1 << TICK_BITS) - 1
+TICKS_PER_SECOND = 4
+AT_ONCE = 64
+PROBE = 4
+"""Of many contents every so many-th is looked for first: a prefix that is remembered at all is so in most of its blocks."""
 
 
-def _names(block_hashes: Sequence[BlockHash]) -> tuple[array[int], array[int]]:
-    """Of each hash the first eight bytes, which choose the place, and their higher half, which tells those of one place apart."""
-    data = b"".join(block_hashes)
-    return array("Q", data)[::4], array("I", data)[HIGH::8]
+def num_places(wanted: int) -> int:
+    """The power of two nearest to it: then a place is some bits of a name."""
+    return 1 << (4 * wanted // 3).bit_length() - 1
 
 
 class Ghosts:
-    """`num_places` places of 12 bytes."""
+    """About `wanted` places of 8 bytes, at most 1.34 and at least 0.67 times as many."""
 
-    def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
-        self._ghosts = array("Q", bytes(8 * num_places))
-        """High half: bits of the name (0, a name that is not remembered: no ghost); low half: the memo."""
-        self._times = array("f", bytes(4 * num_places))
+    def __init__(self, wanted: int) -> None:
+        self._ghosts = array("Q", bytes(8 * num_places(wanted)))
+        self._mask = (len(self._ghosts) - 1).to_bytes(4, "little")
+        self._new: list[BlockHash] = []
+        self._new_notes: list[int] = []
+        """Not in the table yet: one by one it would cost several times as much."""
+        self._at_once = min(AT_ONCE, max(1, len(self._ghosts) // AT_ONCE))
 
     def put(self, block_hashes: Sequence[BlockHash], memos: Sequence[int], now: float) -> None:
-        """These contents are evicted at `now`. A memo is a whole number below 2**32."""
-        ghosts, times, num_places = self._ghosts, self._times, self._num_places
-        names, tags = _names(block_hashes)
-        halves = array("I", bytes(8 * len(names)))
-        halves[HIGH::2], halves[1 - HIGH :: 2] = tags, array("I", memos)
-        for name, ghost in zip(names, array("Q", halves.tobytes()), strict=True):
-            place = name % num_places
+        """These contents, at least one, are evicted at `now`, in seconds. A memo is a whole number of MEMO_BITS."""
+        tick = int(now * TICKS_PER_SECOND) & LAST_TICK
+        self._new += block_hashes
+        self._new_notes += [memo << TICK_BITS | tick for memo in memos]
+        if len(self._new) >= self._at_once:
+            self._write()
+
+    def _write(self) -> None:
+        """Enter what is new into the table."""
+        count, data = len(self._new), b"".join(self._new)
+        packed = bytearray(pack(f"<{count}Q", *self._new_notes))
+        for byte in range(NOTE_BYTES, 8):
+            packed[byte::8] = data[byte - 1 :: 32]
+        ghosts = self._ghosts
+        for place, ghost in zip(self._places(data, count), unpack(f"<{count}Q", packed), strict=True):
             ghosts[place] = ghost
-            times[place] = now
+        self._new.clear()
+        self._new_notes.clear()
 
     def memos(self, block_hashes: Sequence[BlockHash]) -> list[int | None]:
-        """Of each content the memo, None if it is not remembered."""
-        ghosts, num_places = self._ghosts, self._num_places
+        """Of each content the memo, None if it is not remembered. Of successive blocks of one sequence, none may be told where few
+        are remembered, and nothing may be of the latest evictions, fewer than AT_ONCE."""
+        if len(block_hashes) > PROBE and all_are(self._notes(block_hashes[::PROBE]), None):
+            return [None] * len(block_hashes)
+        return [None if note is None else note >> TICK_BITS for note in self._notes(block_hashes)]
+
+    def evicted_ago(self, block_hash: BlockHash, now: float) -> float | None:
+        """How many seconds ago the content was evicted last, if that is remembered."""
+        if self._new:
+            self._write()
+        (note,) = self._notes([block_hash])
+        return None if note is None else (int(now * TICKS_PER_SECOND) - note & LAST_TICK) / TICKS_PER_SECOND
+
+    def _notes(self, block_hashes: Sequence[BlockHash]) -> list[int | None]:
+        count, data = len(block_hashes), b"".join(block_hashes)
+        if not count:
+            return []
+        ghosts, tags = gather(self._ghosts, self._places(data, count)), unpack("<" + "4xI24x" * count, data)
         return [
-            ghost & 0xFFFFFFFF if (ghost := ghosts[name % num_places]) >> 32 == tag and tag else None
-            for name, tag in zip(*_names(block_hashes), strict=True)
+            ghost & (1 << NOTE_BITS) - 1 if ghost >> NOTE_BITS == tag & 0xFFFFFF and ghost >> NOTE_BITS else None
+            for ghost, tag in zip(ghosts, tags, strict=True)
         ]
 
-    def evicted_at(self, block_hash: BlockHash) -> float | None:
-        """When the content was evicted last (in 32 bits of precision), if that is remembered."""
-        return None if self.memos([block_hash])[0] is None else self._times[_names([block_hash])[0][0] % self._num_places]
+    def _places(self, data: bytes, count: int) -> tuple[int, ...]:
+        """Of names that stand one after the other: some of the first four bytes of each."""
+        words = int.from_bytes(array("I", data)[::8].tobytes(), "little") & int.from_bytes(self._mask * count, "little")
+        return unpack(f"<{count}I", words.to_bytes(4 * count, "little"))

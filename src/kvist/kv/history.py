@@ -70,12 +70,12 @@ class EventLog:
     ) -> None:
         if not block_hashes:
             return
-        event = KVEvent(self.next_number, time, kind, reason, tuple(owners), block_hashes, tier)
+        events, num_blocks = self._events, self._num_blocks + len(block_hashes)
+        events.append(KVEvent(self.next_number, time, kind, reason, tuple(owners), block_hashes, tier))
         self.next_number += 1
-        self._events.append(event)
-        self._num_blocks += len(block_hashes)
-        while len(self._events) > MAX_EVENTS or (self._num_blocks > self._max_blocks and len(self._events) > 1):
-            self._num_blocks -= len(self._events.popleft().block_hashes)
+        while len(events) > MAX_EVENTS or (num_blocks > self._max_blocks and len(events) > 1):
+            num_blocks -= len(events.popleft().block_hashes)
+        self._num_blocks = num_blocks
 
     def since(self, number: int, limit: int) -> list[KVEvent]:
         """Up to `limit` events from `number` on, oldest first. Earlier ones than the first kept are gone."""

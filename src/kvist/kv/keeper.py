@@ -65,14 +65,15 @@ class Keeper:
 
     def enter(self, root: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
         """Successive blocks of a sequence have been computed and are in the index now."""
-        self._enter(block_hashes, block_ids)
-        self.events.add(self.now, "stored", "", (root,), block_hashes)
+        if block_ids:
+            self._enter(block_hashes, block_ids)
+            self.events.add(self.now, "stored", "", (root,), block_hashes)
 
     def enter_restored(self, restore: Restore, copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
         """A tier has brought what was missing of a prefix, as far as it is `filled`."""
         brought = {}
         for copy, parent, good in zip(copies, restore.parents, filled, strict=True):
-            if good and self._index.insert(copy.group, restore.root, parent, [copy.block_hash], [copy.block_id]):
+            if good and self._index.insert(copy.group, restore.root, parent, [copy.block_hash], [copy.block_id])[0]:
                 self._enter([copy.block_hash], [copy.block_id])
                 brought[copy.block_hash] = restore.root
         self.tell("stored", "restored", brought)
@@ -82,7 +83,8 @@ class Keeper:
         if self._expired:
             for block_hash in block_hashes:
                 self._expired.pop(block_hash, None)
-        self.policy.enter(block_ids, self._ghosts.memos(block_hashes) if self.policy.remembers else ())
+        if self.policy.remembers:
+            self.policy.enter(block_ids, self._ghosts.memos(block_hashes))
 
     def found(self, hashes: Sequence[BlockHash], num_found: int) -> None:
         """A request's hit is the first so many of these blocks."""
@@ -125,8 +127,8 @@ class Keeper:
     def flush(self, root: BlockHash | None) -> int:
         """Forget the contents that nobody holds (of one root, or all). Returns how many blocks that were."""
         found = [block_id for block_id in self.pool.free_cached() if root is None or self._index.root_of(block_id) == root]
-        self.pool.drop(found)
         self._remove(found, "flushed")
+        self.pool.drop(found)
         return len(found)
 
     def enter_tail(self, root: BlockHash, tail: Tail, block_ids: Sequence[int]) -> bool:
@@ -141,8 +143,8 @@ class Keeper:
         ids = [self._index.get(group, name) for group in range(self._index.num_groups)]
         free = [block_id for block_id in ids if block_id is not None and not self.pool.ref_count(block_id)]
         if free:
-            self.pool.drop(free)
             self._remove(free, "superseded")
+            self.pool.drop(free)
 
     def remember(self, root: BlockHash, tokens: array[int], num_prompt_tokens: int, hashes: list[BlockHash]) -> None:
         """A request has ended; nobody changes its tokens and names any more."""
@@ -170,17 +172,20 @@ class Keeper:
         return Nearest(common, seen.num_prompt_tokens, len(seen.tokens), self.now - seen.time)
 
     def _evicted_ago(self, hashes: Sequence[BlockHash]) -> float | None:
-        times = [time for block_hash in hashes if (time := self._ghosts.evicted_at(block_hash)) is not None]
-        return None if not times else max(0.0, self.now - times[0])
+        for block_hash in hashes:
+            if (ago := self._ghosts.evicted_ago(block_hash, self.now)) is not None:
+                return ago
+        return None
 
     def _evict(self, block_ids: list[int]) -> None:
         self._remove(block_ids, "evicted")
 
     def _remove(self, block_ids: list[int], reason: str) -> None:
+        if not block_ids:
+            return
         memos = self.policy.leave(block_ids)
-        roots = self._index.roots_of(block_ids)
         self.uses.evict(block_ids)
-        hashes = self._index.remove(block_ids)
+        hashes, roots = self._index.remove(block_ids)
         self._ghosts.put(hashes, memos, self.now)
         self.events.add(self.now, "removed", reason, roots, hashes)
         if self.retention:
@@ -210,7 +215,7 @@ class Keeper:
         self.pool.share(changes.pinned)
         for block_id, priority in changes.priorities.items():
             self.pool.set_priority(block_id, priority)
-        self.pool.release(reversed(changes.unpinned))
+        self.pool.release(changes.unpinned[::-1])
 
     def check_invariants(self) -> None:
         self.retention.check_invariants()

@@ -218,7 +218,7 @@ class KVManager:
         record = self._records[request.request_id]
         assert not record.tables[0], f"request {request.request_id} holds blocks already"
         for group, (ids, first) in enumerate(zip(match.block_ids, match.first_blocks, strict=True)):
-            self._pool.share(ids[first:])
+            self._pool.share(ids[first:].tolist())
             record.tables[group].extend(ids)
             record.let_go[group] = first
         self._pool.share(match.copied_from)
@@ -232,7 +232,7 @@ class KVManager:
         theirs, record = self._records[source.request_id], self._records[request.request_id]
         assert not record.tables[0], f"request {request.request_id} holds blocks already"
         for table, other, first in zip(record.tables, theirs.tables, theirs.let_go, strict=True):
-            self._pool.share(other[first:])
+            self._pool.share(other[first:].tolist())
             table.extend(other)
         record.hash_up_to(request, theirs.num_committed, self._block_size)
         record.let_go = list(theirs.let_go)
@@ -250,8 +250,6 @@ class KVManager:
                 return False
             self._copies.plan(shared, request.num_computed_tokens)
             record.shares_tail = False
-        elif missing <= 0:
-            return True
         return missing <= 0 or self._allocator.grow(tables, missing)
 
     def commit(self, request: Request) -> None:
@@ -266,15 +264,20 @@ class KVManager:
             self.keeper.claim(record.root, self.cached(record.hashes[: request.num_prompt_tokens // self._block_size]), request.kv)
 
     def _commit(self, request: Request, record: _Record, full: int) -> None:
-        record.hash_up_to(request, full, self._block_size)
-        start = record.num_committed
+        """A second block of a content stays unnamed: the first may be shared already, and pointing a request's table to it would
+        change a table that is lent out. It is reused first when it is let go."""
+        if len(record.hashes) < full:
+            record.hash_up_to(request, full, self._block_size)
+        root, start = record.root, record.num_committed
         assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
+        hashes, parent = record.hashes[start:full], record.hashes[start - 1] if start else root
         for group, table in enumerate(record.tables):
-            hashes, block_ids = record.hashes[start:full], table[start:full]
-            self._enter(group, record.root, record.hashes[start - 1] if start else record.root, hashes, block_ids)
+            block_ids = table[start:full].tolist()
+            named, names = self.index.insert(group, root, parent, hashes, block_ids)
+            self.keeper.enter(root, names, named)
             if self.tier is not None:
-                self.tier.offer(group, hashes, block_ids, record.root)
-        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full])
+                self.tier.offer(group, hashes, block_ids, root)
+        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
         record.num_committed = full
         if superseded is not None:
             self.keeper.forget_tail(superseded)
@@ -321,10 +324,7 @@ class KVManager:
     def release(self, request: Request) -> int:
         """Take all blocks back from a request that goes on later. Returns how many became free."""
         record = self._records[request.request_id]
-        if record.num_committed:
-            self.keeper.left(record.hashes, record.num_found, record.num_committed)
-        freed = self._copies.withdraw([table[first:] for table, first in zip(record.tables, record.let_go, strict=True)])
-        freed += self._give_back(record, [len(record.tables[0])] * self._num_groups)
+        freed = self._let_go(record)
         # New tables, not cleared ones: the step that is under way may still read the old ones.
         record.tables = empty_tables(len(self._windows))
         record.let_go = [0] * self._num_groups
@@ -332,13 +332,12 @@ class KVManager:
         return freed
 
     def free(self, request: Request, *, in_step: bool = False) -> int:
-        record = self._records[request.request_id]
+        record = self._records.pop(request.request_id)
         tail = None if in_step or not self._keeps_tails else record.tail(request, self._block_size)
         if tail and not self.keeper.enter_tail(record.root, tail, [table[tail.block] for table in record.tables]):
             tail = None
-        freed = self.release(request)
+        freed = self._let_go(record)
         self.pins.forget(request.request_id)
-        del self._records[request.request_id]
         tokens = record.all_tokens(request) if request.num_computed_tokens else None
         for name in self._trails.close(record.trail, tokens, tail):
             self.keeper.forget_tail(name)
@@ -353,16 +352,14 @@ class KVManager:
         if num_blocks and not request.num_preemptions:
             self.keeper.found(record.hashes, num_blocks)
 
-    def _enter(
-        self, group: int, root: BlockHash, parent: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]
-    ) -> None:
-        """Name computed blocks that follow each other behind `parent`. A second block of the same content stays unnamed: the first
-        may be shared already, and pointing a request's table to it would change a table that is lent out. It is reused first when
-        it is let go."""
-        new = self.index.insert(group, root, parent, block_hashes, block_ids)
-        if len(new) < len(block_hashes):
-            block_hashes, block_ids = [block_hashes[item] for item in new], [block_ids[item] for item in new]
-        self.keeper.enter(root, block_hashes, block_ids)
+    def _let_go(self, record: _Record) -> int:
+        """Of all blocks of a request. Returns how many became free."""
+        if record.num_committed:
+            self.keeper.left(record.hashes, record.num_found, record.num_committed)
+        freed = 0
+        if self._copies.are_planned:
+            freed = self._copies.withdraw([table[first:] for table, first in zip(record.tables, record.let_go, strict=True)])
+        return freed + self._give_back(record, [len(record.tables[0])] * self._num_groups)
 
     def _give_back(self, record: _Record, ends: Sequence[int]) -> int:
         """Let go of the entries [let_go[g], ends[g]) of each group g, last block first and the groups side by side: what is reused

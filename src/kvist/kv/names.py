@@ -23,7 +23,7 @@ class Record:
     hashes: list[BlockHash] = field(default_factory=list)
     hasher: Hasher = field(init=False)
     tokens: array[int] = field(default_factory=lambda: array("I"))
-    """Of the blocks in `hashes`."""
+    """The first of the request's: at least those of the blocks in `hashes`."""
     num_found: int = 0
     """Leading blocks that the request's last hit covered."""
     num_committed: int = 0
@@ -36,11 +36,13 @@ class Record:
 
     def hash_up_to(self, request: Request, num_blocks: int, block_size: int) -> None:
         """Know the names of the first `num_blocks` blocks at least."""
-        start = len(self.hashes)
-        if num_blocks > start:
-            tokens = array("I", request.token_ids(start * block_size, num_blocks * block_size))
-            self.tokens.extend(tokens)
-            extend_hashes(self.hashes, self.hasher, tokens, block_size)
+        start, stop = len(self.hashes) * block_size, num_blocks * block_size
+        if stop > start:
+            if not self.tokens:
+                self.tokens = array("I", request.prompt_token_ids)
+            if len(self.tokens) < stop:
+                self.tokens.extend(array("I", request.token_ids(len(self.tokens), stop)))
+            extend_hashes(self.hashes, self.hasher, self.tokens[start:stop], block_size)
 
     def tail(self, request: Request, block_size: int) -> Tail | None:
         """What the request has computed of a block that is not full, if it has committed all before that. Less than half of one is
@@ -57,13 +59,14 @@ class Record:
 
     def all_tokens(self, request: Request) -> array[int]:
         """Of a request that has ended."""
-        self.tokens.extend(array("I", request.token_ids(len(self.tokens), request.num_tokens)))
+        if len(self.tokens) < request.num_tokens:
+            self.tokens.extend(array("I", request.token_ids(len(self.tokens), request.num_tokens)))
         return self.tokens
 
 
 def no_match(num_groups: int) -> PrefixMatch:
-    return PrefixMatch(0, tuple(array("i") for _ in range(num_groups)), (0,) * num_groups)
+    return PrefixMatch(0, empty_tables(num_groups), (0,) * num_groups)
 
 
 def empty_tables(num_groups: int) -> tuple[array[int], ...]:
-    return tuple(array("i") for _ in range(num_groups))
+    return (array("i"),) if num_groups == 1 else tuple(array("i") for _ in range(num_groups))

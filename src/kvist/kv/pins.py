@@ -27,7 +27,8 @@ class Pins:
         self._num_blocks = num_blocks
         self._retention = retention
         self._index = index
-        self._needs: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+        """The most that each open request may have."""
         self._promises: dict[str, Sequence[BlockHash]] = {}
         self._promised: Counter[BlockHash] = Counter()
         """How many open requests want a block of this name pinned, in every group."""
@@ -49,9 +50,8 @@ class Pins:
     def add(self, request: Request, names: Sequence[BlockHash]) -> None:
         """Take note of what a request needs, and promise it its pin: `names` are those of its prompt's whole blocks. Raises
         InvalidRequestError or ContextLengthError, and then nothing has changed."""
-        need = self._spec.request_blocks(max(1, request.num_prompt_tokens + request.max_tokens))
-        taken = self.num_taken
-        if taken and need > self._num_blocks - taken:
+        tokens, taken = max(1, len(request.prompt_token_ids) + request.max_tokens), self.num_taken
+        if taken and (need := self._spec.request_blocks(tokens)) > self._num_blocks - taken:
             raise ContextLengthError(
                 f"The request needs {need} blocks of the KV pool, and beside what is pinned there are {self._num_blocks - taken}: "
                 "shorten the prompt or max_tokens, or unpin something (POST /v1/kv/pin)."
@@ -59,11 +59,11 @@ class Pins:
         if request.kv is not None and request.kv.pin:
             want = sum(self._num_unpinned(name) for name in names if name not in self._promised)
             # Its own other choices come behind it, and need as much.
-            self.check(want, [*self._needs.values(), need if request.sampling_params.n > 1 else 0])
+            self.check(want, [*self._tokens.values(), tokens if request.sampling_params.n > 1 else 0])
             self._promises[request.request_id] = names
             self._promised.update(names)
             self._num_promised = None
-        self._needs[request.request_id] = need
+        self._tokens[request.request_id] = tokens
 
     def settle(self, request_id: str) -> None:
         """The request's pin is in the books of retention now."""
@@ -74,15 +74,17 @@ class Pins:
             self._num_promised = None
 
     def forget(self, request_id: str) -> None:
-        self.settle(request_id)
-        self._needs.pop(request_id, None)
+        if self._promises:
+            self.settle(request_id)
+        self._tokens.pop(request_id, None)
 
     def check_prefix(self, block_ids: Sequence[int]) -> None:
         """Raises InvalidRequestError if these cached blocks cannot be pinned."""
         new = {block_id for block_id in block_ids if not self._retention.is_pinned(block_id)}
-        self.check(sum(name not in self._promised for name in self._index.names(new)), self._needs.values())
+        self.check(sum(name not in self._promised for name in self._index.names(new)), self._tokens.values())
 
-    def check(self, want: int, needs: Iterable[int]) -> None:
+    def check(self, want: int, tokens: Iterable[int]) -> None:
+        """`tokens`: of the requests that must fit beside the pins. A longer one needs no fewer blocks."""
         budget, taken = self._retention.pin_budget, self.num_taken
         if taken + want > budget:
             raise InvalidRequestError(
@@ -90,7 +92,8 @@ class Pins:
                 "something (POST /v1/kv/pin), or serve with a larger kv_pin_budget.",
                 param="kv.pin",
             )
-        if max(needs, default=0) > self._num_blocks - taken - want:
+        longest = max(tokens, default=0)
+        if longest and self._spec.request_blocks(longest) > self._num_blocks - taken - want:
             raise InvalidRequestError(
                 f"The pin asks for {want} blocks, which would leave too few for a request that is open: try again when it has "
                 "ended.",

@@ -10,9 +10,14 @@ is free exactly if its reference count is 0; it is then either in the policy's h
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+from kvist.kv.columns import all_are, gather
 from kvist.kv.eviction import EvictionPolicy, Lru
+
+FREE_CACHED = 1
+HELD_CACHED = 3
+"""States of a block: nobody holds it, one does, and its content can be found."""
 
 
 class RefCounts:
@@ -62,18 +67,19 @@ class BlockPool:
 
     def take(self, count: int) -> list[int] | None:
         """`count` free blocks, each now held once; cached ones among them are evicted. None when there are fewer."""
-        if count > self.num_free:
+        empty, states, taken = self._empty, self._states, []
+        if count > len(empty) + self.num_cached:
             return None
-        empty, states = self._empty, self._states
-        start = max(0, len(empty) - count)
-        taken = empty[start:].tolist()
-        taken.reverse()
-        del empty[start:]
-        self.num_touched = max(self.num_touched, self.num_blocks - len(empty))
-        if len(taken) < count:
-            evicted = self._policy.pop(count - len(taken))
-            self.num_cached -= len(evicted)
-            self.num_evictions += len(evicted)
+        if empty:
+            start = max(0, len(empty) - count)
+            taken = empty[start:].tolist()
+            taken.reverse()
+            del empty[start:]
+            self.num_touched = max(self.num_touched, self.num_blocks - len(empty))
+        if (missing := count - len(taken)) > 0:
+            evicted = self._policy.pop(missing)
+            self.num_cached -= missing
+            self.num_evictions += missing
             self._on_evict(evicted)
             taken += evicted
         for block_id in taken:
@@ -81,35 +87,50 @@ class BlockPool:
         return taken
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Hold each block once more. Free blocks must be cached ones: others have no content to share."""
-        states, free = self._states, []
-        for block_id in block_ids:
-            state = states[block_id]
-            if state < 2:
-                assert state, f"block {block_id} is free and holds nothing"
-                free.append(block_id)
-            states[block_id] = state + 2
-        self.num_cached -= len(free)
-        self._policy.unlink(free)
-        self._policy.hit(block_ids)
+        """Hold each of these different blocks once more. Free blocks must be cached ones: others have no content to share."""
+        states = self._states
+        if block_ids and all_are(gather(states, block_ids), FREE_CACHED):
+            free = block_ids
+            for block_id in block_ids:
+                states[block_id] = HELD_CACHED
+        else:
+            free = []
+            for block_id in block_ids:
+                state = states[block_id]
+                if state < 2:
+                    assert state, f"block {block_id} is free and holds nothing"
+                    free.append(block_id)
+                states[block_id] = state + 2
+        if free:
+            self.num_cached -= len(free)
+            self._policy.unlink(free)
+        if block_ids:
+            self._policy.hit(block_ids)
 
-    def release(self, block_ids: Iterable[int]) -> int:
+    def release(self, block_ids: Sequence[int]) -> int:
         """Hold each block once less; of the cached blocks, the first given is the first reused. Returns how many became free."""
-        states, empty, let_go = self._states, self._empty, []
-        num_empty = len(empty)
-        for block_id in block_ids:
-            left = states[block_id] - 2
-            if left == 1:
-                let_go.append(block_id)
-            elif left < 1:
-                assert left == 0, f"block {block_id} is released more often than held"
-                empty.append(block_id)
-            states[block_id] = left
-        self._policy.push(let_go)
-        self.num_cached += len(let_go)
-        return len(let_go) + len(empty) - num_empty
+        states, empty = self._states, self._empty
+        if block_ids and all_are(gather(states, block_ids), HELD_CACHED):
+            let_go, num_empty = block_ids, 0
+            for block_id in block_ids:
+                states[block_id] = FREE_CACHED
+        else:
+            let_go, num_empty = [], -len(empty)
+            for block_id in block_ids:
+                left = states[block_id] - 2
+                if left == FREE_CACHED:
+                    let_go.append(block_id)
+                elif left < FREE_CACHED:
+                    assert left == 0, f"block {block_id} is released more often than held"
+                    empty.append(block_id)
+                states[block_id] = left
+            num_empty += len(empty)
+        if let_go:
+            self._policy.push(let_go)
+            self.num_cached += len(let_go)
+        return len(let_go) + num_empty
 
-    def mark_cached(self, block_ids: Iterable[int]) -> None:
+    def mark_cached(self, block_ids: Sequence[int]) -> None:
         """The content of these held blocks can be found from now on."""
         states = self._states
         for block_id in block_ids:

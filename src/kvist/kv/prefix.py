@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvist.kv.block import BlockHash, Tail
+from kvist.kv.columns import gather
 from kvist.kv.spec import first_block
 
 
@@ -38,7 +40,7 @@ class PrefixMatch(NamedTuple):
 
 class IndexListing(NamedTuple):
     """The index at one moment, by block id: hash, hash of the block before it in its prefix (or the root), root, and KV group (two
-    bytes each). None: the block is not indexed."""
+    bytes each). A block that is not indexed has no hash and no root; the rest of it means nothing."""
 
     hash_of: tuple[BlockHash | None, ...]
     parent_of: tuple[BlockHash | None, ...]
@@ -98,55 +100,63 @@ class PrefixIndex:
         )
 
     def insert(
-        self, group: int, root: BlockHash, parent: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]
-    ) -> list[int]:
-        """Enter computed blocks that follow each other behind `parent`; returns which of them are new: those whose name no other
-        block has already."""
-        name, hash_of, parent_of, root_of = self._tables[group].setdefault, self._hash_of, self._parent_of, self._root_of
-        known = []
-        for block_hash, block_id in zip(block_hashes, block_ids, strict=True):
-            assert hash_of[block_id] is None, f"block {block_id} is indexed already"
-            if name(block_hash, block_id) is block_id:
+        self, group: int, root: BlockHash, parent: BlockHash, block_hashes: Sequence[BlockHash], block_ids: list[int]
+    ) -> tuple[list[int], Sequence[BlockHash]]:
+        """Enter computed blocks that are not indexed yet and follow each other behind `parent`; returns those that are new, whose
+        names no other block has already."""
+        assert len(block_hashes) == len(block_ids)
+        owners = list(map(self._tables[group].setdefault, block_hashes, block_ids))
+        hash_of, parent_of, root_of = self._hash_of, self._parent_of, self._root_of
+        if owners == block_ids:
+            for block_id, block_hash in zip(block_ids, block_hashes, strict=False):
                 hash_of[block_id] = block_hash
                 parent_of[block_id] = parent
                 root_of[block_id] = root
-            else:
-                known.append(block_id)
-            parent = block_hash
+                parent = block_hash
+        else:
+            entries = zip(block_ids, owners, block_hashes, (parent, *block_hashes), strict=False)
+            new = [(block_id, block_hash, before) for block_id, owner, block_hash, before in entries if block_id == owner]
+            for block_id, block_hash, before in new:
+                hash_of[block_id], parent_of[block_id], root_of[block_id] = block_hash, before, root
+            block_ids, block_hashes = [entry[0] for entry in new], [entry[1] for entry in new]
         if len(self._tables) > 1:
             for block_id in block_ids:
                 self._group_of[block_id] = group
-        return [item for item, block_id in enumerate(block_ids) if block_id not in known] if known else list(range(len(block_ids)))
+        return block_ids, block_hashes
 
     def insert_tail(self, group: int, root: BlockHash, tail: Tail, block_id: int) -> bool:
         """Enter a block that is not full; whether it was not named yet, nor another so."""
-        new = self._hash_of[block_id] is None and bool(self.insert(group, root, tail.parent, [tail.name], [block_id]))
+        new = self._hash_of[block_id] is None and bool(self.insert(group, root, tail.parent, [tail.name], [block_id])[0])
         if new:
             self._tails[block_id] = tail.num_tokens
         return new
 
-    def roots_of(self, block_ids: Iterable[int]) -> list[BlockHash]:
-        """Of indexed blocks."""
-        root_of = self._root_of
-        return [root for block_id in block_ids if (root := root_of[block_id]) is not None]
-
-    def remove(self, block_ids: Iterable[int]) -> list[BlockHash]:
-        """Forget blocks that are about to be reused. Returns what their contents were called."""
+    def remove(self, block_ids: Sequence[int]) -> tuple[Sequence[BlockHash], Sequence[BlockHash | None]]:
+        """Forget blocks, at least one, that are about to be reused. Returns what their contents were called, and the roots of their
+        prefixes: one each, or the one of all."""
         if self._tails:
             for block_id in block_ids:
                 self._tails.pop(block_id, None)
-        hash_of, parent_of, root_of = self._hash_of, self._parent_of, self._root_of
-        tables, group_of, removed = self._tables, self._group_of, []
+        hash_of, root_of, tables = self._hash_of, self._root_of, self._tables
+        removed = [name for name in gather(hash_of, block_ids) if name is not None]
+        roots = gather(root_of, block_ids)
+        assert len(removed) == len(block_ids), f"one of the blocks {block_ids} is not indexed"
         for block_id in block_ids:
-            block_hash = hash_of[block_id]
-            assert block_hash is not None, f"block {block_id} is not indexed"
-            hash_of[block_id] = parent_of[block_id] = root_of[block_id] = None
-            del tables[group_of[block_id]][block_hash]
-            removed.append(block_hash)
-        return removed
+            hash_of[block_id] = root_of[block_id] = None
+        if len(tables) == 1:
+            (table,) = tables
+            for block_hash in removed:
+                del table[block_hash]
+        else:
+            for block_id, block_hash in zip(block_ids, removed, strict=True):
+                del tables[self._group_of[block_id]][block_hash]
+        return removed, roots[:1] if roots.count(roots[0]) == len(roots) else roots
 
     def match(self, hashes: Sequence[BlockHash], limit: int) -> PrefixMatch:
         """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group."""
+        if self._windows == (None,):
+            found = _leading(self._tables[0], hashes[:limit])
+            return PrefixMatch(len(found) * self.block_size, (array("i", found),), (0,))
         length = self.longest(hashes, limit, self._tables)
         position = length * self.block_size
         firsts = tuple(first_block(position, window, self.block_size) for window in self._windows)
@@ -201,6 +211,16 @@ class PrefixIndex:
             for block_hash, block_id in table.items():
                 assert self._hash_of[block_id] == block_hash
                 assert self._group_of[block_id] == group
+
+
+def _leading(table: dict[BlockHash, int], hashes: Sequence[BlockHash]) -> list[int]:
+    """What is found before the first name that is not."""
+    found: list[int] = []
+    if hashes and hashes[0] in table:
+        # A list keeps what came before the error; a loop of our own would take twice as long.
+        with suppress(KeyError):
+            found.extend(map(table.__getitem__, hashes))
+    return found
 
 
 def _longest_full(table: Container[BlockHash], hashes: Sequence[BlockHash], limit: int) -> int:

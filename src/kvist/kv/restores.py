@@ -31,7 +31,7 @@ class Restores:
         hit = [block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]]
         pool.share(hit)
         taken = pool.take(len(restore.missing))
-        pool.release(reversed(hit))
+        pool.release(hit[::-1])
         if taken is None:
             return None
         plan = self._tier.prepare(restore, taken)
@@ -42,7 +42,7 @@ class Restores:
         """Enter what was brought into the index, and let go of the plan's blocks."""
         copies = self._tier.complete(plan_id).copies
         self._keeper.enter_restored(self._under_way.pop(plan_id), copies, filled)
-        self._keeper.pool.release(copy.block_id for copy in reversed(copies))
+        self._keeper.pool.release([copy.block_id for copy in reversed(copies)])
 
     def offer(self, record: Record, let_go: Sequence[int]) -> bool:
         """Offer the tier what it lacks of a request's committed blocks. Whether it can be brought back sooner than computed."""

@@ -1,109 +1,162 @@
-"""Linked lists over block ids, without an object per block, and the lists by priority that all eviction policies share.
+"""Queues of blocks in runs, and the queues by priority that all eviction policies share.
 
-This module knows neither hashes, requests nor which block is worth keeping. Invariant: a block is in at most one ring.
+Blocks that are let go together are found again or reused together, most of them. So a queue (a ring) lists runs and not blocks:
+what is done to a whole run costs O(1), and for each block there is one entry, which says in which run it stands. A block that is
+taken out of the middle leaves its place in the run's list behind; a list that is half stale is written anew. So all costs are O(1)
+a block, amortised, and 4 bytes of list a block become 8 at the most. This module knows neither hashes, requests nor which block is
+worth keeping. Invariants: a block stands in at most one run, and `left` counts those that stand in a run; a run with none left is
+in no ring; all blocks of a run have one kind and one step; a block that is in no ring keeps its kind.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from kvist.kv.columns import all_are, gather
 
 ORDINARY_PRIORITY = 50
 MAX_PRIORITY = 100
+MAX_JOINED = 64
+"""Runs are made longer up to this, so that blocks let go one by one do not cost a run each."""
+
+
+class Run:
+    """`kind` is the policy's class of the blocks, `step` its time when they were let go."""
+
+    __slots__ = ("after", "before", "block_ids", "kind", "left", "step")
+
+    def __init__(self, kind: int, step: int) -> None:
+        self.kind, self.step, self.left = kind, step, 0
+        self.block_ids = array("I")
+        """The first to be reused first; with those that have been taken out since, whose place is another run now."""
+        self.before = self.after = self
+
+
+def pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, int]]:
+    """Each run with how often it follows itself."""
+    if runs and all_are(runs, runs[0]):
+        yield runs[0], len(runs)
+    else:
+        for run, same in groupby(runs):
+            yield run, sum(1 for _ in same)
 
 
 class Rings:
-    """Doubly linked lists over block ids. A ring is named by an entry of its own behind the blocks, which stands before its first
-    block and after its last."""
+    """Doubly linked lists of runs. A ring is named by a run of its own without blocks, which stands before its first run and after
+    its last. Blocks have one of `num_kinds` kinds."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.next = array("i", bytes(4 * num_blocks))
-        self.prev = array("i", bytes(4 * num_blocks))
-        self._unused: list[int] = []
+    def __init__(self, num_blocks: int, num_kinds: int = 1) -> None:
+        self._held = [Run(kind, 0) for kind in range(num_kinds)]
+        """In no ring: where the blocks of a kind stand that are not queued."""
+        self._place = [self._held[0]] * num_blocks
 
-    def open(self) -> int:
+    def open(self) -> Run:
         """A new, empty ring."""
-        if self._unused:
-            return self._unused.pop()
-        ring = len(self.next)
-        self.next.append(ring)
-        self.prev.append(ring)
-        return ring
+        return Run(0, 0)
 
-    def join(self, older: int, newer: int) -> None:
+    def close(self, ring: Run) -> None:
+        """Of an empty ring. A link to itself would keep it alive."""
+        del ring.before, ring.after
+
+    def join(self, older: Run, newer: Run) -> None:
         """Put all of `newer` behind all of `older`; `newer` is closed."""
-        following, previous = self.next, self.prev
-        if following[newer] != newer:
-            first, last, end = following[newer], previous[newer], previous[older]
-            following[end], previous[first] = first, end
-            following[last], previous[older] = older, last
+        if newer.after is not newer:
+            first, last, end = newer.after, newer.before, older.before
+            end.after, first.before = first, end
+            last.after, older.before = older, last
         self.close(newer)
 
-    def close(self, ring: int) -> None:
-        """The ring's entry may be used again. Its blocks, if any, have gone elsewhere."""
-        self.next[ring] = self.prev[ring] = ring
-        self._unused.append(ring)
-
-    def extend(self, ring: int, block_ids: Iterable[int]) -> None:
-        """Put blocks behind all of the ring's."""
-        following, previous = self.next, self.prev
-        last = previous[ring]
+    def extend(self, ring: Run, block_ids: Sequence[int], kind: int = 0, step: int = 0) -> None:
+        """Put blocks, at least one and all of one kind, behind all of the ring's."""
+        run, place = ring.before, self._place
+        # A run with stale entries may name these blocks already.
+        stale = run.left < len(run.block_ids)
+        if run is ring or stale or run.left + len(block_ids) > MAX_JOINED or run.kind != kind or run.step != step:
+            run = Run(kind, step)
+            run.before, run.after = ring.before, ring
+            ring.before.after = ring.before = run
+        run.block_ids.extend(block_ids)
+        run.left += len(block_ids)
         for block_id in block_ids:
-            previous[block_id] = last
-            following[last] = block_id
-            last = block_id
-        previous[ring] = last
-        following[last] = ring
+            place[block_id] = run
 
-    def unlink(self, block_ids: Iterable[int]) -> None:
-        """Take blocks out of their rings. Those that follow each other as they stand there, in the opposite order, as the blocks of
-        a prefix do, go as one piece."""
-        following, previous = self.next, self.prev
-        before = after = -1
-        for block_id in block_ids:
-            if block_id != before:
-                if after >= 0:
-                    following[before] = after
-                    previous[after] = before
-                after = following[block_id]
-            before = previous[block_id]
-        if after >= 0:
-            following[before] = after
-            previous[after] = before
+    def unlink(self, block_ids: Sequence[int]) -> list[tuple[Run, int]]:
+        """Take blocks out of their rings. Of each run so many."""
+        place, taken, start = self._place, [], 0
+        for run, count in pieces(self.runs_of(block_ids)):
+            held, stop = self._held[run.kind], start + count
+            for block_id in block_ids[start:stop]:
+                place[block_id] = held
+            run.left -= count
+            if not run.left:
+                self._drop(run)
+            elif 2 * run.left < len(run.block_ids):
+                self._tidy(run)
+            taken.append((run, count))
+            start = stop
+        return taken
 
-    def take(self, ring: int, count: int, taken: list[int]) -> int:
-        """Move up to `count` blocks from the ring's head to `taken`; returns how many are still wanted."""
-        following = self.next
-        block_id = following[ring]
-        while count and block_id != ring:
-            taken.append(block_id)
-            block_id = following[block_id]
-            count -= 1
-        following[ring] = block_id
-        self.prev[block_id] = ring
+    def take(self, ring: Run, count: int, taken: list[int]) -> int:
+        """Move up to `count` blocks from the ring's head to `taken`; returns how many are still wanted. They keep their place,
+        which `runs_of` tells, until something is said of them."""
+        while count and (run := ring.after) is not ring:
+            if run.left < len(run.block_ids):
+                self._tidy(run)
+            if run.left <= count:
+                taken += run.block_ids.tolist()
+                count -= run.left
+                self._drop(run)
+            else:
+                taken += run.block_ids[:count].tolist()
+                del run.block_ids[:count]
+                run.left -= count
+                count = 0
         return count
 
-    def blocks(self, ring: int) -> list[int]:
-        found = []
-        block_id = self.next[ring]
-        while block_id != ring:
-            found.append(block_id)
-            block_id = self.next[block_id]
+    def runs_of(self, block_ids: Sequence[int]) -> Sequence[Run]:
+        """Where these blocks stand, or stood when they were taken."""
+        return gather(self._place, block_ids)
+
+    def set_kind(self, block_ids: Iterable[int], kind: int) -> None:
+        """Of blocks that are in no ring."""
+        place, held = self._place, self._held[kind]
+        for block_id in block_ids:
+            place[block_id] = held
+
+    def blocks(self, ring: Run) -> list[int]:
+        found: list[int] = []
+        run, place = ring.after, self._place
+        while run is not ring:
+            found += [block_id for block_id in run.block_ids if place[block_id] is run]
+            run = run.after
         return found
+
+    def _drop(self, run: Run) -> None:
+        """A run has no blocks any more. Its links are cut: what knows it must not keep others alive."""
+        run.before.after, run.after.before = run.after, run.before
+        del run.before, run.after
+        run.left = 0
+        run.block_ids = array("I")
+
+    def _tidy(self, run: Run) -> None:
+        """Forget stale entries."""
+        place = self._place
+        run.block_ids = array("I", [block_id for block_id in run.block_ids if place[block_id] is run])
 
 
 class Prioritized:
-    """What both policies share: one ring for each priority in use, and the priority of each block."""
+    """What all policies share: one ring for each priority in use, and the priority of each block."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._rings = Rings(num_blocks)
+    def __init__(self, num_blocks: int, num_kinds: int = 1) -> None:
+        self._rings = Rings(num_blocks, num_kinds)
         self._priority = bytearray([ORDINARY_PRIORITY]) * num_blocks
         self._level = {ORDINARY_PRIORITY: self._rings.open()}
         self._levels = [ORDINARY_PRIORITY]
         """The priorities in use, ascending."""
 
-    def push(self, block_ids: Iterable[int]) -> None:
+    def push(self, block_ids: Sequence[int]) -> None:
         raise NotImplementedError
 
     def set_priority(self, block_id: int, priority: int, *, linked: bool = False) -> None:
@@ -118,8 +171,8 @@ class Prioritized:
         if linked:
             self.push([block_id])
 
-    def drop(self, block_ids: Iterable[int]) -> None:
+    def drop(self, block_ids: Sequence[int]) -> None:
         self._rings.unlink(block_ids)
 
-    def unlink(self, block_ids: Iterable[int]) -> None:
+    def unlink(self, block_ids: Sequence[int]) -> None:
         self._rings.unlink(block_ids)

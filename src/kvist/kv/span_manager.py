@@ -201,8 +201,8 @@ class SpanManager:
         start = record.num_committed
         for group, table in enumerate(record.tables):
             parent = record.hashes[start - 1] if start else record.root
-            self.index.insert(group, record.root, parent, record.hashes[start:full], table[start:full])
-        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full])
+            self.index.insert(group, record.root, parent, record.hashes[start:full], table[start:full].tolist())
+        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
         record.num_committed = full
         if superseded is not None:
             self._forget_tail(superseded)

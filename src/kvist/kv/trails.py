@@ -40,11 +40,9 @@ class _Trail(NamedTuple):
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         split = len(self.prompt)
+        if stop <= split:
+            return list(self.prompt[start:stop])
         return [*self.prompt[start:stop], *self.output[max(0, start - split) : max(0, stop - split)]]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.output)
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -79,13 +77,13 @@ class Trails:
         self._trails[self._number] = _Trail(root, hashes, request.prompt_token_ids, request.output_token_ids)
         return self._number
 
-    def passed(self, number: int, start: int, block_ids: Sequence[int]) -> BlockHash | None:
-        """A sequence has computed these blocks (of the first group), from its logical block `start` on. Returns a tail that is not
-        found any more."""
+    def passed(self, number: int, start: int, block_ids: Sequence[int], last: int) -> BlockHash | None:
+        """A sequence has computed these blocks (of the first group), from its logical block `start` on, behind its block `last`.
+        Returns a tail that is not found any more."""
         mark, trail = self._mark, self._trails[number]
         if not start:
             self._beginning[trail.root] = number
-        elif (before := self._index.get(0, trail.hashes[start - 1])) is not None:
+        elif mark[last] != number and (before := self._index.get(0, trail.hashes[start - 1])) is not None:
             mark[before] = number
         for block_id in block_ids:
             mark[block_id] = number
@@ -103,17 +101,18 @@ class Trails:
             self._forget(number)
             return []
         lost: list[BlockHash | None] = []
-        self._trails[number] = self._trails[number]._replace(prompt=token_ids, output=(), tail=tail)
+        trail = self._trails[number]
+        self._trails[number] = _Trail(trail.root, trail.hashes, token_ids, (), tail)
         if tail is not None:
             if (earlier := self._tails.get(tail.parent)) is not None:
                 lost.append(self._lose_tail(earlier))
             self._tails[tail.parent] = number
         self._ended.append(number)
-        self._num_ended_tokens += self._trails[number].num_tokens
+        self._num_ended_tokens += len(token_ids)
         while len(self._ended) > MAX_PROMPTS or (self._num_ended_tokens > self._max_tokens and len(self._ended) > 1):
             forgotten = self._ended.popleft()
             lost.append(self._lose_tail(forgotten))
-            self._num_ended_tokens -= self._forget(forgotten).num_tokens
+            self._num_ended_tokens -= len(self._forget(forgotten).prompt)
         return [name for name in lost if name is not None and (tail is None or name != tail.name)]
 
     def _lose_tail(self, number: int) -> BlockHash | None:
@@ -161,7 +160,7 @@ class Trails:
 
     def check_invariants(self) -> None:
         assert len(self._ended) == len(set(self._ended)) <= MAX_PROMPTS
-        assert self._num_ended_tokens == sum(self._trails[number].num_tokens for number in self._ended)
+        assert self._num_ended_tokens == sum(len(self._trails[number].prompt) for number in self._ended)
         assert all(self._trails[number].root == root for root, number in self._beginning.items())
         with_tails = {trail.tail.parent: number for number, trail in self._trails.items() if trail.tail is not None}
         assert with_tails == self._tails

@@ -19,6 +19,9 @@ from typing import NamedTuple
 from kvist.kv.block import BlockHash
 from kvist.kv.prefix import PrefixIndex
 
+FEW = 4
+"""So few lookups cost less in a list than making a set of it."""
+
 
 class UseListing(NamedTuple):
     """What is noted at each block id at one moment."""
@@ -55,10 +58,8 @@ class PrefixUses:
     def evict(self, block_ids: Collection[int]) -> None:
         """These blocks are about to leave the index."""
         anchors = self._anchors
-        if anchors.keys().isdisjoint(block_ids):
-            return
-        leaving = set(block_ids)
         noted = [block_id for block_id in block_ids if block_id in anchors]
+        leaving = block_ids if len(noted) < FEW else set(block_ids)
         for block_id in noted:
             target = self._anchor_that_stays(block_id, leaving)
             if target is not None:
@@ -68,10 +69,10 @@ class PrefixUses:
         for block_id in noted:
             del anchors[block_id]
 
-    def _anchor_that_stays(self, block_id: int, leaving: set[int]) -> int | None:
+    def _anchor_that_stays(self, block_id: int, leaving: Collection[int]) -> int | None:
         """A first block is its own anchor, and with it all of the prefix is gone."""
         before: int | None = block_id
-        while before in leaving:
+        while before is not None and before in leaving:
             name = self._anchors.get(before)
             after = None if name is None else self._index.get(0, name)
             before = None if after == before else after
