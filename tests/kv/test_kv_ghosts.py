@@ -43,12 +43,12 @@ def test_a_remembered_sequence_is_told_whole_and_an_unknown_one_by_some_of_its_b
     assert ghosts.memos(HASHES[100:]) == [None] * 100
 
 
-def test_the_latest_of_a_large_table_are_told_when_somebody_asks_when() -> None:
+def test_the_latest_of_a_large_table_are_told_at_once() -> None:
     ghosts = Ghosts(1 << 16)
     ghosts.put(HASHES[:10], [3] * 10, 1.0)
-    assert ghosts.memos(HASHES[:10]) == [None] * 10, "they are entered together with others"
     assert ghosts.evicted_ago(HASHES[9], 2.0) == 1.0
-    assert ghosts.memos(HASHES[:10]) == [3] * 10
+    ghosts.put(HASHES[10:20], [4] * 10, 1.0)
+    assert ghosts.memos(HASHES[:21]) == [*[3] * 10, *[4] * 10, None]
 
 
 def test_memory_is_bounded_and_the_newest_is_always_known() -> None:

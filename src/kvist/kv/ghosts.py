@@ -67,7 +67,9 @@ class Ghosts:
 
     def memos(self, block_hashes: Sequence[BlockHash]) -> list[int | None]:
         """Of each content the memo, None if it is not remembered. Of successive blocks of one sequence, none may be told where few
-        are remembered, and nothing may be of the latest evictions, fewer than AT_ONCE."""
+        are remembered."""
+        if self._new:
+            self._write()
         if len(block_hashes) > PROBE and all_are(self._notes(block_hashes[::PROBE]), None):
             return [None] * len(block_hashes)
         return [None if note is None else note >> TICK_BITS for note in self._notes(block_hashes)]
