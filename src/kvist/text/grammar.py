@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 MAX_KEPT = 128
 MAX_CHARACTERS = 512 * 1024
 """Of one grammar; what is kept stays bounded by it."""
-MAX_OPTIONAL = 2000
-"""Properties that may be left out, of all objects of a schema: compiling takes time with the square of their number."""
+MAX_OPTIONAL = 500
+"""Properties that may be left out, of all objects of a schema. A row of the parser has four items for each, and one mask a few
+rows: more would pass MAX_ITEMS wherever the model happens to begin a name."""
 MAX_ITEMS = 10_000
 """Of the parser, while it makes one mask: some 15 ms. Everybody waits for it, and an ambiguous grammar would take a second."""
 WHITESPACE = r"[ \n\r\t]{1,20}"
@@ -192,7 +193,13 @@ def _limits() -> LLParserLimits:
     """A mask is made between two tokens of everybody: what would take long is given up on, after some milliseconds."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(initial_lexer_fuel=400_000, step_lexer_fuel=100_000, step_max_items=MAX_ITEMS, verbose_errors=False)
+    return LLParserLimits(
+        initial_lexer_fuel=400_000,
+        step_lexer_fuel=100_000,
+        step_max_items=MAX_ITEMS,
+        max_items_in_row=MAX_ITEMS,
+        verbose_errors=False,
+    )
 
 
 def _table(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
