@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvist.bench.manager import measure_manager, measure_memory
+from kvist.bench.manager import Mix, measure_manager, measure_memory
 from kvist.kv.eviction import POLICIES
 
 
@@ -16,3 +16,10 @@ def test_cost_and_memory(policy: str) -> None:
     assert cost.found_share == 0.5
     # The bound of the whole: arrays, hashes, index and ghosts; it does not depend on the machine.
     assert measure_memory(8192, policy) < 300
+
+
+def test_prompts_of_another_length() -> None:
+    cost = measure_manager(2048, "lru", mix=Mix(prompt_blocks=256, chunk=4096), rounds=1, prompts=2)
+    # 256 of 512 blocks were served before, and the pool holds eight prompts.
+    assert cost.found_share == 0.5
+    assert cost.mix == Mix(256, 4096)

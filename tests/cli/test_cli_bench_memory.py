@@ -63,3 +63,9 @@ def test_manager_reports_cost_and_memory(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 0
     assert row["microseconds"][0] > 0
     assert 0 < row["bytes_per_block"] < 300
+
+
+def test_prompts_larger_than_the_pool_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = run(capsys, "manager", "--blocks", "2048", "--prompt-tokens", "32768")
+    assert code == 2
+    assert "A prompt of 32768 tokens does not fit 2048 blocks" in errors

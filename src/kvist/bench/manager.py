@@ -2,9 +2,9 @@
 
 It fills a pool with prompts until blocks are evicted, then times prompts of which every second one is new, and so evicts others.
 The rest was served before: how long ago is spread evenly over most of what a pool of this size holds, so a large pool is not
-measured on the few blocks that the processor's caches hold. Prompts are of 1,024 tokens and one more, computed in chunks as by a
-server, one request at a time. No model runs, and requests are made before they are timed. Times are of the processor, not of the
-clock, so that other processes disturb less; figures are per block of the prompts.
+measured on the few blocks that the processor's caches hold. Prompts are of whole blocks and one token more, computed in chunks as
+by a server, one request at a time. No model runs, and requests are made before they are timed. Times are of the processor, not of
+the clock, so that other processes disturb less; figures are per block of the prompts.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ from kvist.kv.spec import KVGroup, KVSpec
 from kvist.request import Request, SamplingParams
 
 BLOCK_SIZE = 16
-PROMPT_BLOCKS = 64
-CHUNK = 512
-"""Rows that one step computes, as the server's default."""
 REACH = 0.75
 """Repeated prompts were served at most this share of the pool ago: an LRU of the pool's size still has all of them."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    prompt_blocks: int = 64
+    chunk: int = 512
+    """Rows that one step computes, as the server's default."""
+
+
+USUAL = Mix()
 
 
 @dataclass(frozen=True)
 class ManagerCost:
     policy: str
     num_blocks: int
+    mix: Mix
     microseconds: tuple[float, ...]
     """Per block of the prompts, one value a round."""
     new_microseconds: tuple[float, ...]
@@ -43,7 +51,8 @@ class ManagerCost:
 
 
 class _Drive:
-    def __init__(self, num_blocks: int, policy: str) -> None:
+    def __init__(self, num_blocks: int, policy: str, mix: Mix = USUAL) -> None:
+        self.mix = mix
         spec = KVSpec(num_kv_heads=1, head_dim=16, kv_format="bf16", block_size=BLOCK_SIZE, groups=(KVGroup((0,), None),))
         self.manager = KVManager(spec, num_blocks, watermark=0.0, eviction_policy=policy)
         self.params = SamplingParams()
@@ -52,7 +61,7 @@ class _Drive:
 
     def request(self, number: int) -> Request:
         """The same prompt for the same number."""
-        tokens = array("H", random.Random(number).randbytes(2 * (BLOCK_SIZE * PROMPT_BLOCKS + 1)))
+        tokens = array("H", random.Random(number).randbytes(2 * (BLOCK_SIZE * self.mix.prompt_blocks + 1)))
         return Request(f"{number}", tokens.tolist(), self.params, 1)
 
     def serve(self, request: Request) -> None:
@@ -65,28 +74,29 @@ class _Drive:
         manager.attach(request, match)
         request.num_computed_tokens = match.num_tokens
         while request.num_computed_tokens < length:
-            rows = min(CHUNK, length - request.num_computed_tokens)
+            rows = min(self.mix.chunk, length - request.num_computed_tokens)
             granted = manager.allocate(request, rows)
             assert granted, "a request that is alone gets its blocks"
             request.num_computed_tokens += rows
             manager.commit(request)
         manager.free(request)
         self.found += match.num_tokens // BLOCK_SIZE
-        self.blocks += PROMPT_BLOCKS
+        self.blocks += self.mix.prompt_blocks
 
     def fill(self) -> int:
         """Serve new prompts until blocks have been evicted; returns how many."""
-        count = self.manager.num_blocks // PROMPT_BLOCKS + 8
+        count = self.manager.num_blocks // self.mix.prompt_blocks + 8
         for number in range(count):
             self.serve(self.request(number))
         return count
 
 
-def measure_manager(num_blocks: int, policy: str, *, rounds: int = 5, prompts: int = 200) -> ManagerCost:
-    """`prompts` a round, every second one new."""
-    drive = _Drive(num_blocks, policy)
+def measure_manager(num_blocks: int, policy: str, *, mix: Mix = USUAL, rounds: int = 5, prompts: int | None = None) -> ManagerCost:
+    """`prompts` a round, every second one new; without it as many as come to 12,800 blocks."""
+    drive = _Drive(num_blocks, policy, mix)
+    prompts = prompts or max(2, 12_800 // mix.prompt_blocks)
     number = drive.fill()
-    reach = max(1, int(REACH * num_blocks / PROMPT_BLOCKS) - prompts)
+    reach = max(1, int(REACH * num_blocks / mix.prompt_blocks) - prompts)
     drive.found = drive.blocks = 0
     new, repeated = [], []
     for turn in range(rounds):
@@ -100,10 +110,10 @@ def measure_manager(num_blocks: int, policy: str, *, rounds: int = 5, prompts: i
                 started = time.process_time()
                 drive.serve(request)
                 spent[kind] += time.process_time() - started
-        new.append(1e6 * spent[0] / (len(fresh) * PROMPT_BLOCKS))
-        repeated.append(1e6 * spent[1] / (len(again) * PROMPT_BLOCKS))
+        new.append(1e6 * spent[0] / (len(fresh) * mix.prompt_blocks))
+        repeated.append(1e6 * spent[1] / (len(again) * mix.prompt_blocks))
     both = tuple((one + other) / 2 for one, other in zip(new, repeated, strict=True))
-    return ManagerCost(policy, num_blocks, both, tuple(new), tuple(repeated), drive.found / drive.blocks, None)
+    return ManagerCost(policy, num_blocks, mix, both, tuple(new), tuple(repeated), drive.found / drive.blocks, None)
 
 
 def measure_memory(num_blocks: int, policy: str) -> float:

@@ -89,19 +89,25 @@ def manager_command(
     policies: Annotated[str, option(help="Policies, separated by commas.")] = ",".join(sorted(EVICTION_POLICIES)),
     blocks: Annotated[str, option(help="Pool sizes in blocks, separated by commas.")] = "10000,1000000",
     rounds: Annotated[int, option(min=1, help="Rounds; the median is reported, with the smallest and the largest.")] = 5,
+    prompt_tokens: Annotated[int, option(min=16, help="Length of the prompts, rounded down to whole blocks of 16.")] = 1024,
+    chunk: Annotated[int, option(min=1, help="Rows of a prompt that one step computes.")] = 512,
     memory: Annotated[bool, option("--memory/--no-memory", help="Measure host memory too; takes longer.")] = True,
     as_json: JsonFlag = False,
 ) -> None:
     """Cost of the KV manager's own work a block: match, allocate, commit, free; and its host memory."""
-    from kvist.bench.manager import measure_manager, measure_memory
+    from kvist.bench.manager import BLOCK_SIZE, Mix, measure_manager, measure_memory
 
     names = _names(policies, EVICTION_POLICIES, "--policies")
     sizes = [int(size) for size in _numbers(blocks, "--blocks", 1024, 1e8)]
+    mix = Mix(prompt_tokens // BLOCK_SIZE, chunk)
+    if mix.prompt_blocks >= min(sizes):
+        small = int(min(sizes))
+        raise UsageError(f"A prompt of {prompt_tokens} tokens does not fit {small} blocks; choose --prompt-tokens or --blocks.")
     rows = []
     with progress("Measuring", len(names) * len(sizes)) as update:
         for name in names:
             for size in sizes:
-                cost = measure_manager(size, name, rounds=rounds)
+                cost = measure_manager(size, name, mix=mix, rounds=rounds)
                 rows.append({**asdict(cost), "bytes_per_block": measure_memory(size, name) if memory else None})
                 update(len(rows))
     if as_json:
