@@ -171,6 +171,9 @@ def test_a_baseline_is_a_report_or_a_list_of_them() -> None:
         read_baseline(Path("f"), "{")
     with pytest.raises(UsageError, match="f is no report of `kvist bench throughput"):
         read_baseline(Path("f"), '{"command": "latency"}')
+    for damage in ({"machine": None}, {"measurements": [{}]}, {"measurements": [{"name": "a", "median": 0}]}, {"engine": {}}):
+        with pytest.raises(UsageError, match="f has a report that this kvist cannot read"):
+            read_baseline(Path("f"), json.dumps([then, then | damage]))
 
 
 def test_the_committed_baseline_has_what_ci_compares_and_ci_only_warns() -> None:
