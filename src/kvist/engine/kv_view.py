@@ -211,10 +211,10 @@ class KVView:
         manager.advance(now)
         if not token_ids:
             raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
-        size, limit = manager.spec.block_size, (len(token_ids) - 1) // manager.spec.block_size
+        size = manager.spec.block_size
         root, hashes = manager.hashes_of(token_ids, salt)
         found = manager.find(token_ids, salt).num_tokens
-        on_disk = max(0, self._on_disk(manager, hashes, limit) - found)
+        on_disk = max(0, self._on_disk(manager, root, hashes, token_ids) - found)
         miss = manager.explain(token_ids, salt, found + on_disk, plain_salt)._asdict()
         nearest = manager.keeper.nearest(root, token_ids, hashes, size) if isinstance(manager, KVManager) else None
         return {
@@ -305,9 +305,7 @@ class KVView:
     def _root(self, manager: KVMemory, salt: str | None) -> BlockHash | None:
         return None if salt is None else manager.hashes_of((), salt)[0]
 
-    def _on_disk(self, manager: KVMemory, hashes: Sequence[BlockHash], limit: int) -> int:
-        """Tokens that device and disk tier hold together."""
-        tables = manager.index.tables
-        if isinstance(manager, KVManager) and manager.tier is not None:
-            tables = manager.tier.beside(tables)
-        return manager.index.longest(hashes, limit, tables) * manager.spec.block_size
+    def _on_disk(self, manager: KVMemory, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> int:
+        """Tokens that device and disk tier hold together; 0 without one."""
+        tier = manager.tier if isinstance(manager, KVManager) else None
+        return 0 if tier is None else tier.reach(manager.index, root, hashes, token_ids)

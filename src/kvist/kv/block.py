@@ -20,6 +20,7 @@ from struct import iter_unpack
 from typing import NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)
+HASH_BYTES = 32
 CUT_AT_ONCE = 16
 """Cutting tokens into blocks costs half as much for several at once."""
 

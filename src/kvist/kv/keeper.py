@@ -72,11 +72,17 @@ class Keeper:
     def enter_restored(self, restore: Restore, copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
         """A tier has brought what was missing of a prefix, as far as it is `filled`."""
         brought = {}
+        tail = restore.tail(self._index.block_size)
         for copy, parent, good in zip(copies, restore.parents, filled, strict=True):
-            if good and self._index.insert(copy.group, restore.root, parent, [copy.block_hash], [copy.block_id])[0]:
+            if good and self._insert_restored(restore.root, parent, tail, copy):
                 self._enter([copy.block_hash], [copy.block_id])
                 brought[copy.block_hash] = restore.root
         self.tell("stored", "restored", brought)
+
+    def _insert_restored(self, root: BlockHash, parent: BlockHash, tail: Tail | None, copy: BlockCopy) -> bool:
+        if tail is not None and copy.block_hash == tail.name:
+            return self._index.insert_tail(copy.group, root, tail, copy.block_id)
+        return bool(self._index.insert(copy.group, root, parent, [copy.block_hash], [copy.block_id])[0])
 
     def _enter(self, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
         self.pool.mark_cached(block_ids)

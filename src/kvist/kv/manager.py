@@ -23,7 +23,7 @@ from kvist.errors import InvalidRequestError
 from kvist.kv.allocators import Allocator, PagedAllocator, blocks_to_admit, tails_first
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.copies import Copies
-from kvist.kv.explain import Explainer, roots_elsewhere
+from kvist.kv.explain import Elsewhere, Explainer
 from kvist.kv.keeper import Keeper
 from kvist.kv.lookup import Lookup
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
@@ -90,12 +90,12 @@ class KVManager:
         self._copies = Copies(self._pool, spec.block_size)
         self.pins = Pins(spec, num_blocks, self.keeper.retention, self.index)
         self._allocator: Allocator = PagedAllocator(self._pool)
-        self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
+        self.tier = TierDecider(spec) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
-        self._restores = None if self.tier is None else Restores(self.tier, self.keeper, self.index)
+        self._restores = None if self.tier is None else Restores(self.tier, self.keeper, self.index, self._trails)
         recall = partial(self.keeper.explain, block_size=spec.block_size)
-        on_disk = () if self.tier is None else self.tier.names
-        self._explainer = Explainer(self, self._lookup, recall, on_disk, roots_elsewhere(spec, keys or {}))
+        elsewhere = None if self.tier is None else Elsewhere(spec, keys or {}, self.tier)
+        self._explainer = Explainer(self, self._lookup, recall, elsewhere)
 
     # Queries
 
@@ -121,8 +121,7 @@ class KVManager:
         """What the tier would add to the hit `match` of a waiting request."""
         if self._restores is None or request.wants_prompt_logprobs:
             return None
-        record = self._records[request.request_id]
-        return self._restores.find(record.root, record.hashes, request.num_tokens, match)
+        return self._restores.find(request, self._records[request.request_id], match)
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
@@ -275,17 +274,17 @@ class KVManager:
             block_ids = table[start:full].tolist()
             named, names = self.index.insert(group, root, parent, hashes, block_ids)
             self.keeper.enter(root, names, named)
-            if self.tier is not None:
-                self.tier.offer(group, hashes, block_ids, root)
         superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
         record.num_committed = full
+        if self._restores is not None:
+            self._restores.offer(record, [start] * self._num_groups)
         if superseded is not None:
             self.keeper.forget_tail(superseded)
 
-    def prepare_restore(self, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
+    def prepare_restore(self, request: Request, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
         """Hold blocks for what a tier will bring, and none of the hit `match`; None, and nothing changed, when too few are free."""
         assert self._restores is not None
-        return self._restores.prepare(restore, match)
+        return self._restores.prepare(restore, self._records[request.request_id], match)
 
     def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> None:
         """Enter what was brought into the prefix index, and let go of the plan's blocks."""
@@ -295,7 +294,7 @@ class KVManager:
     def swap_out(self, request: Request) -> bool:
         """Before `release`: offer the tier what it lacks of a request. Whether it can come back from there sooner than computed."""
         record = self._records[request.request_id]
-        return self._restores is not None and self._restores.offer(record, record.let_go)
+        return self._restores is not None and self._restores.swap(record, record.let_go)
 
     def trim(self, request: Request) -> None:
         """Let go of blocks that lie wholly before the window of the next row, at position `num_computed_tokens`."""
@@ -336,6 +335,8 @@ class KVManager:
         tail = None if in_step or not self._keeps_tails else record.tail(request, self._block_size)
         if tail and not self.keeper.enter_tail(record.root, tail, [table[tail.block] for table in record.tables]):
             tail = None
+        if tail and self._restores is not None:
+            self._restores.offer_tail(record, tail, request)
         freed = self._let_go(record)
         self.pins.forget(request.request_id)
         tokens = record.all_tokens(request) if request.num_computed_tokens else None

@@ -115,6 +115,19 @@ class Trails:
             self._num_ended_tokens -= len(self._forget(forgotten).prompt)
         return [name for name in lost if name is not None and (tail is None or name != tail.name)]
 
+    def brought(
+        self, root: BlockHash, hashes: list[BlockHash], token_ids: array[int], last: int | None, tail: Tail | None
+    ) -> list[BlockHash]:
+        """These tokens came from a tier: whole blocks called `hashes`, and behind them a `tail`, if it has one. `last` is
+        the block, of the first group, before the last one of both. Returns as `close` does."""
+        self._number = number = self._number % 0xFFFFFFFF + 1
+        self._trails[number] = _Trail(root, hashes, token_ids, ())
+        if last is None:
+            self._beginning[root] = number
+        else:
+            self._mark[last] = number
+        return self.close(number, token_ids, tail)
+
     def _lose_tail(self, number: int) -> BlockHash | None:
         trail = self._trails[number]
         if trail.tail is None:

@@ -65,7 +65,7 @@ class Prefetcher:
         if not tier.is_worth_it(restore):
             self._waits[request.request_id] = _Wait(None)
             return None
-        plan = manager.prepare_restore(restore, match)
+        plan = manager.prepare_restore(request, restore, match)
         if plan is None:
             return None
         self._waits[request.request_id] = _Wait(plan.plan_id, restore.start, restore.stop, now + self._patience(restore))
