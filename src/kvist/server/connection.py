@@ -45,6 +45,7 @@ UNSENT_BYTES = 64 * 1024
 PROBE_SECONDS = 60
 """A silent connection is probed after this long, so that a client that vanished without a word is noticed."""
 
+_HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 _UPGRADE = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -57,6 +58,7 @@ def _answer(refusal: Refusal) -> bytes:
 
 
 _MALFORMED = _answer(Refusal(400, "What was sent is not a request in HTTP/1.1.", code="malformed_request"))
+_NO_HOST = _answer(Refusal(400, "The request needs one Host header, which names a host.", code="malformed_request"))
 _LATE = _answer(Refusal(408, "The request's head did not arrive in time.", code="timeout"))
 _LARGE = _answer(Refusal(431, f"The request's head is larger than {HEAD_BYTES} bytes.", code="head_too_large"))
 _FULL = _answer(Refusal(503, "All connections are in use; ask again later.", code="server_busy", headers={"retry-after": "1"}))
@@ -81,6 +83,8 @@ class Connection(HttpToolsProtocol):
     _other_bytes = 0
     """Of the request that is being read, body and all else."""
     _in_head = True
+    _complaint = _MALFORMED
+    """The answer to what the parser, or a look at the head, refuses."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not asked for its class: uvloop's transports have none of asyncio's.
@@ -120,8 +124,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(_LARGE)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what its parser refuses."""
-        self._refuse(_MALFORMED)
+        """uvicorn's answer where its parser, or what it calls, raises."""
+        self._refuse(self._complaint)
 
     def on_message_begin(self) -> None:
         self._body_bytes = self._other_bytes = 0
@@ -132,6 +136,9 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
+        if not _names_host(self.headers, self.parser.get_http_version()):
+            self._complaint = _NO_HOST
+            raise ValueError("no host")
         last = self.cycle
         self._in_head = False
         super().on_headers_complete()
@@ -245,6 +252,12 @@ def _without_upgrade(piece: bytes) -> bytes:
     `curl --http2` would at each request. The parser takes it as granted, and drops the body."""
     head, end, rest = piece.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"ignored", head) + end + rest if _UPGRADE.search(head) else piece
+
+
+def _names_host(headers: list[tuple[bytes, bytes]], version: str) -> bool:
+    """RFC 9112, section 3.2: one Host and no more, which older clients may leave out."""
+    hosts = [value for name, value in headers if name == b"host"]
+    return version == "1.0" if not hosts else len(hosts) == 1 and _HOST.fullmatch(hosts[0].strip()) is not None
 
 
 def connection_class(options: ServerOptions) -> type[asyncio.Protocol]:
