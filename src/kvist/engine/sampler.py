@@ -117,7 +117,7 @@ class SamplingState:
         assert biases.params is params
         counts = None
         if _has_penalties(params):
-            known = elder and elder.counts
+            known = None if elder is None else elder.counts
             counts = TokenCounts.of(request.prompt_token_ids) if known is None else known.begin_again()
         return cls(request, masked, biases, counts, parameters=_parameters(request))
 
