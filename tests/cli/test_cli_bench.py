@@ -135,6 +135,9 @@ def test_sweep_prints_a_row_for_each_value(
     assert status == 0
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| --max-num-seqs 2", "| --max-num-seqs 16"]
     assert lines[0].count("|") == 7
+    # The second value is looked at before the first one is measured.
+    status, out, err = run([*arguments[:-5], "num-threads=1,99999"], capsys)
+    assert (status, out, err) == (2, "", "kvist: num_threads is at most 1024, not 99999; the number of CPUs serves best.\n")
 
 
 def test_prefix_goes_on_with_what_it_kept_and_draws_it(
