@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvist.engine.async_engine import AsyncEngine
 from kvist.server.connection import Connection
 from kvist.server.keys import make_key
 from kvist.server.options import ServerOptions
+from kvist.server.sse import EventStream
 
 
 @pytest.fixture(scope="module")
@@ -85,29 +86,38 @@ def test_thirty_two_streams_at_once_equal_their_plain_runs(real_server: ServerTh
         assert text_of(chunks) == expected
 
 
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_chunks_in_mid_answer_are_written_at_once(
-    real_engine: AsyncEngine, real: httpx.Client, path: str, monkeypatch: pytest.MonkeyPatch
+    real_engine: AsyncEngine, real: httpx.Client, path: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a task that is woken for each; the stream is the same."""
-    pieces: list[bytes] = []
-    write = Connection.write_piece
+    pieces: list[str] = []
+    written: list[str] = []
+    write_piece, write = Connection.write_piece, EventStream.write
 
-    def writing(self: Connection, piece: bytes) -> None:
+    def writing(self: Connection, piece: str) -> None:
         pieces.append(piece)
-        write(self, piece)
+        write_piece(self, piece)
+
+    async def writing_slowly(self: EventStream, texts: Iterable[str]) -> None:
+        written.append("".join(texts))
+        await write(self, [written[-1]])
 
     prompt = {"messages": [{"role": "user", "content": "hello the win"}]} if path == CHAT else {"prompt": "hello the win"}
-    body = {**prompt, "n": 2, "seed": 7, "temperature": 1.5, "max_tokens": 20, "ignore_eos": True}
+    body = {**prompt, "n": n, "seed": 7, "temperature": 1.5, "max_tokens": 20, "ignore_eos": True}
     whole = answer(real, body, path)["choices"]
-    monkeypatch.setattr(Connection, "write_piece", writing)
-    with in_step(real_engine):
+    with monkeypatch.context() as patch, in_step(real_engine):
+        patch.setattr(Connection, "write_piece", writing)
+        patch.setattr(EventStream, "write", writing_slowly)
         chunks = stream(real, path, body | {"stream_options": {"include_usage": True}})
-    check_stream(chunks, path, 2)
-    assert [text_of(chunks, i) for i in range(2)] == [c["message"]["content"] if path == CHAT else c["text"] for c in whole]
-    assert chunks[-1]["usage"]["completion_tokens"] == 40
-    assert len(pieces) == 18, "all steps but the first and the last"
-    assert all(piece.startswith(b"data: {") and piece.endswith(b"\n\n") for piece in pieces)
+    check_stream(chunks, path, n)
+    assert [text_of(chunks, i) for i in range(n)] == [c["message"]["content"] if path == CHAT else c["text"] for c in whole]
+    assert chunks[-1]["usage"]["completion_tokens"] == 20 * n
+    assert len(written) == 3, "by the task: the first step, the last, and what closes the stream"
+    assert 9 < len(pieces) <= 18, "at once: all others that bring text"
+    assert sum(text.count("data: ") for text in (*written, *pieces)) == len(chunks) + 1
+    assert all(piece.startswith("data: {") and piece.endswith("\n\n") for piece in pieces)
 
 
 def test_stop_strings_cut_exactly(real: httpx.Client) -> None:

@@ -156,7 +156,7 @@ class AsyncEngine:
         options = {"cache_salt": cache_salt, "priority": priority, "wants_events": wants_events, "kv": kv}
         if params.structured_outputs is not None:
             options["grammar"] = await loop.run_in_executor(self._compilers, self._engine.compile_form, params)
-        stream = Stream(self._mailbox(loop), sink)
+        stream = Stream(self._mailbox(loop), sink, params.n)
         self._send(_Add(request_id, prompt_token_ids, params, stream, options))
         num_open = params.n
         try:

@@ -19,10 +19,10 @@ import re
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from itertools import count
-from typing import cast
+from typing import Any, cast
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -79,6 +79,8 @@ class Connection(HttpToolsProtocol):
     _last_active = 0
     _answered: RequestResponseCycle | None = None
     """The request that is being answered, or was last; `cycle` is the one that was read last."""
+    _open_answer: Mapping[str, Any] | None = None
+    """The request whose answer was found to take pieces; whatever changes that, takes it away."""
     _body_bytes = 0
     _other_bytes = 0
     """Of the request that is being read, body and all else."""
@@ -154,19 +156,23 @@ class Connection(HttpToolsProtocol):
 
     def can_write_piece(self, scope: Scope) -> bool:
         """Whether `scope`'s answer is on its way, in chunks, and the client has taken all of it so far."""
-        cycle = self._answered
-        return (
-            cycle is not None
-            and cycle.scope is scope
-            and cycle.chunked_encoding is True
-            and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
-        )
+        return self._open_answer is scope or self._opens(scope)
 
-    def write_piece(self, piece: bytes) -> None:
-        """A piece of the answer that `can_write_piece` was asked about: as ASGI's `send` would, without the way there."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    def _opens(self, scope: Scope) -> bool:
+        cycle = self._answered
+        if cycle is None or cycle.scope is not scope or cycle.chunked_encoding is not True:
+            return False
+        if cycle.response_complete or cycle.disconnected or self.flow.write_paused:
+            return False
+        self._open_answer = scope
+        return True
+
+    def write_piece(self, piece: str) -> None:
+        """A piece, ASCII, of the answer that `can_write_piece` was asked about: as ASGI's `send` would, without the way there."""
+        self.transport.write(f"{len(piece):x}\r\n{piece}\r\n".encode("ascii"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._open_answer = None
         self._forget_head()
         self._forget_unread()
         super().connection_lost(exc)
@@ -178,6 +184,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
 
     def pause_writing(self) -> None:
+        self._open_answer = None
         super().pause_writing()
         self._await_reader()
 
@@ -186,6 +193,7 @@ class Connection(HttpToolsProtocol):
         self._forget_unread()
 
     def on_response_complete(self) -> None:
+        self._open_answer = None
         self._last_active = next(self.turns)
         if self.pipeline:
             self._answered = self.pipeline[-1][0]

@@ -9,6 +9,7 @@ some proxies close what stays silent. One timer a stream looks at the time of th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 from starlette.types import Scope, Send
@@ -38,7 +39,7 @@ class EventStream:
         self.started = False
         self._writing = False
         self._loop = asyncio.get_running_loop()
-        self._last_word = self._loop.time()
+        self._last_word = time.perf_counter()
         self._timer = self._loop.call_later(silence, self._look)
         self._keep_alive: asyncio.Task[None] | None = None
 
@@ -51,18 +52,18 @@ class EventStream:
         else:
             await self._write(body)
         self._writing = False
-        self._last_word = self._loop.time()
+        self._last_word = time.perf_counter()
 
     def ready(self) -> bool:
-        """Whether `write_now` may be called."""
-        return self.started and not self._writing and self._connection is not None and self._connection.can_write_piece(self._scope)
+        """Whether `write_now` may be called, while nobody is in `write`."""
+        return self.started and self._connection is not None and self._connection.can_write_piece(self._scope)
 
-    def write_now(self, pieces: Iterable[str]) -> None:
-        """`write`, of a stream that is `ready`."""
+    def write_now(self, text: str, now: float) -> None:
+        """`write`, of a stream that is `ready`; `now` is time.perf_counter's."""
         assert self._connection is not None
-        if body := "".join(pieces).encode("ascii"):
-            self._connection.write_piece(body)
-            self._last_word = self._loop.time()
+        if text:
+            self._connection.write_piece(text)
+            self._last_word = now
 
     @property
     def is_cut(self) -> bool:
@@ -87,7 +88,7 @@ class EventStream:
 
     def _look(self) -> None:
         """Say something if all has been silent for long, and no word is on its way to a slow reader."""
-        now = self._loop.time()
+        now = time.perf_counter()
         left = self._last_word + self._silence - now
         if left <= 0:
             left, self._last_word = self._silence, now
