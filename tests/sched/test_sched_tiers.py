@@ -13,7 +13,8 @@ from test_sched_machine import SchedulerMachine, alone
 from helpers.deciders_tier import TieredSim
 from kvist.kv.hints import KVHints
 from kvist.kv.origins import tokens_of
-from kvist.request import Request
+from kvist.request import Request, RequestStatus
+from kvist.sched.prefetch import MAX_PLANS
 
 
 def restarted(old: TieredSim, **options: object) -> TieredSim:
@@ -167,6 +168,45 @@ def test_preemption_takes_the_cheaper_way_and_leaves_a_record(read: int | None, 
         assert 0 < record.num_tokens_found <= record.num_tokens or kind == "recompute"
     assert sim.scheduler.stats().num_swaps == (len(records) if kind == "swap" else 0)
     assert (sim.num_filled > 0) == (kind == "swap")
+
+
+@pytest.mark.parametrize("latency", [0, 2])
+def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(latency: int) -> None:
+    """Those that run grow into all that is free: what is brought back too early is lost to them before its request is admitted."""
+    sim = TieredSim(num_blocks=48, max_num_batched_tokens=512, latency=latency)
+    sim.set_rates(10**9, 5)
+    requests = [sim.add(f"r{number}", [100 * number + at for at in range(60)], 250) for number in range(8)]
+    sim.run(check=False)
+    records = sim.scheduler.preemptions()
+    assert len(records) > 5
+    assert sum(record.num_tokens for record in records) > 1000
+    for record in records:
+        assert record.kind == "swap"
+        assert record.num_tokens - record.num_tokens_found < 16, "all whole blocks were found"
+    # On the device or in the tier; none was read twice.
+    assert sim.num_filled <= sum(record.num_tokens_found // 16 for record in records)
+    for request in requests:
+        assert request.output_token_ids == alone(request, (None,))
+
+
+def test_blocks_that_are_lost_before_admission_are_brought_a_few_times_and_then_computed() -> None:
+    sim = TieredSim(num_blocks=40, block_size=4)
+    sim.generate("first", range(30), 1)
+    new = restarted(sim, latency=0)
+    new.set_rates(10**9, 1)
+    request = new.add("again", range(30), 2)
+    new.step()
+    for _ in range(MAX_PLANS + 1):
+        assert request.status is RequestStatus.WAITING
+        new.deliver(everything=True)
+        new.manager.keeper.flush(None)
+        new.step()
+        if new.outputs[-1].scheduled:
+            break
+    assert new.num_filled == MAX_PLANS * 8
+    assert request.num_cached_tokens == 0
+    new.run()
+    assert request.output_token_ids == alone(request, (None,))
 
 
 def test_nobody_runs_to_and_fro() -> None:
