@@ -114,14 +114,18 @@ class GenerationResponse(Response):
         except ClientGone:
             log.debug("the client of %s went away", self._plan.jobs[0].request_id)
         except InvalidRequestError as error:
-            if error.param == "prompt":
-                error.param = self._plan.format.prompt_param
-            elif (error.param or "").startswith("structured_outputs"):
-                error.param = self._plan.form_field or error.param
+            self._name_as_sent(error)
             raise
         finally:
             self._access.usage = self._tally.usage()
             self._access.outcome = self._record.outcome
+
+    def _name_as_sent(self, error: InvalidRequestError) -> None:
+        """Blame the field by the name that the client gave it."""
+        if error.param == "prompt":
+            error.param = self._plan.format.prompt_param
+        elif (error.param or "").startswith("structured_outputs"):
+            error.param = self._plan.form_field or error.param
 
     async def _stream(self, scope: Scope, send: Send) -> None:
         params = self._plan.jobs[0].params
@@ -141,6 +145,8 @@ class GenerationResponse(Response):
                 raise
             if not isinstance(error, KvistError):
                 log.exception("a stream failed")
+            elif isinstance(error, InvalidRequestError):
+                self._name_as_sent(error)
             await stream.write([event(dumps(error_body(error)))])
             self._record.end("failed")
         finally:
