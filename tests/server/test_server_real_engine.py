@@ -16,6 +16,7 @@ from server_sse import CHAT, COMPLETIONS, check_stream, error_of, stream, text_o
 from helpers.pace import gathering, in_step
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
+from kvist.server import warmup
 from kvist.server.connection import Connection
 from kvist.server.keys import make_key
 from kvist.server.options import ServerOptions
@@ -325,8 +326,18 @@ def test_a_form_that_takes_too_long_is_the_clients_mistake(real: httpx.Client, s
     assert "cannot be followed" in error["message"]
 
 
-def test_the_first_completion_makes_the_tables_of_forms_too() -> None:
+def test_the_tables_of_forms_are_made_unasked_behind_the_start() -> None:
     engine = AsyncEngine(tiny_engine(ISAS[-1]))
     with serving(engine, ServerOptions()) as server, httpx.Client(base_url=server.url) as client:
         assert client.get("/ready").status_code == 200
-        assert engine._engine.forms.grammars.num_kept == 1
+        wait_until(lambda: engine._engine.forms.grammars.num_kept == 1, "the first form is compiled")
+        wait_until(lambda: engine.snapshot().generated_tokens == 2, "and a token drawn by it")
+
+
+def test_a_server_that_ends_before_its_tables_are_made_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "FORMS_AFTER_SECONDS", 60)
+    engine = AsyncEngine(tiny_engine(ISAS[-1]))
+    with serving(engine, ServerOptions()) as server:
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert engine.health is not None
+    assert engine._engine.forms.grammars.num_kept == 0
