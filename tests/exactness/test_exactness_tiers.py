@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,26 @@ def test_swap_equals_plain(isa: str, model: str, kind: str, tmp_path: Path, monk
     assert all(record.stall is not None for record in snapshot.preemption_records)
     assert snapshot.tier is not None
     assert snapshot.tier.swaps == (snapshot.preemptions if kind == "swap" else 0)
+    engine.close()
+
+
+@pytest.mark.parametrize(("seconds", "kind"), [(0.0, "swap"), (1e5, "recompute")])
+def test_the_way_back_follows_what_reading_and_computing_took(seconds: float, kind: str, tmp_path: Path) -> None:
+    """Nothing is set: a restore that took `seconds` by the clock, and the prompts that were computed, decide."""
+    options = {"num_kv_blocks": 14, "max_num_batched_tokens": 32, "watermark": 0.0, **MODELS["w4a8"]}
+    engine = tiny_engine(ISAS[-1], kv_tiers=f"disk=64MiB:{tmp_path}", **options)
+    tiers = engine._tiers
+    assert tiers is not None
+    ticks = count()
+    tiers._transfers._clock = lambda: seconds * next(ticks)
+    for number in (1, 2, 3, 1):
+        run_one(engine, prompt(90, number), GREEDY)
+        settle(engine)
+    rates = tiers._decider.rates
+    assert rates.read_bytes_per_second is not None
+    assert rates.tokens_per_second is not None
+    run(engine, {f"r{number}": prompt(20, number) for number in range(4)}, SamplingParams(max_tokens=60, ignore_eos=True))
+    assert {record.kind for record in engine.snapshot().preemption_records} == {kind}
     engine.close()
 
 

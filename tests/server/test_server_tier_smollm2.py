@@ -87,6 +87,8 @@ def test_a_prompt_of_a_thousand_tokens_is_computed_once(tmp_path: Path, end: sig
         assert usage["prompt_tokens_details"]["cached_tokens"] == 999
         assert usage["kvist"]["prompt_tokens_by_source"] == {"computed": 1, "prefix_hit": 0, "disk_hit": 999}
         assert 'kvist:prompt_tokens_total{source="disk_hit"} 999.0' in client.get("/metrics").text
+        rates = dict(re.findall(r'kvist:tier_rates{kind="(\w+)",tier="disk"} (\S+)', client.get("/metrics").text))
+        assert float(rates["read_bytes_per_second"]) > 0
         refused, words = start(tmp_path)
         assert refused.wait(60) == 2
         assert "in use by another kvist" in "\n".join(words)
