@@ -83,7 +83,10 @@ class Trails:
         mark, trail = self._mark, self._trails[number]
         if not start:
             self._beginning[trail.root] = number
-        elif mark[last] != number and (before := self._index.get(0, trail.hashes[start - 1])) is not None:
+        # A block without a name is the second one of its content: the mark belongs to the first, which is found.
+        elif (mark[last] != number or self._index.hash_of(last) is None) and (
+            before := self._index.get(0, trail.hashes[start - 1])
+        ) is not None:
             mark[before] = number
         for block_id in block_ids:
             mark[block_id] = number
