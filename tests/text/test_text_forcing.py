@@ -92,3 +92,33 @@ def test_two_choices_of_200_000_characters_are_followed() -> None:
         assert matcher.compute_bitmask()[IDS[bytes([byte])] // 8]
         assert matcher.consume_token(IDS[bytes([byte])])
     assert not matcher.is_error()
+
+
+HUGE = 500_000
+NAUGHTY = {
+    "one long line": 'start: "x"\n' + "a" * HUGE,
+    "many names in one rule": f'start: {"a " * (HUGE // 2)}\na: "x"\n',
+    "many repetitions": 'start: "x"' + "{999999999}" * (HUGE // 11),
+    "many schemas that are none": 'start: "x"\n' + "%json {" * (HUGE // 7),
+    "many empty lines": 'start: "x"' + "\n" * HUGE,
+}
+
+
+@pytest.mark.parametrize("name", NAUGHTY)
+def test_what_is_huge_is_looked_through_in_proportion_to_its_size(name: str) -> None:
+    """In proportion to its square each of these takes minutes, and all of Python waits."""
+    source = grammar_source(StructuredOutputsParams(grammar=NAUGHTY[name]))
+    assert larks(bound_forcing(source))[0].startswith(NO_FORCING)
+
+
+def test_empty_lines_before_a_grammar_are_passed_over() -> None:
+    """As above, where the kind of a grammar is looked for."""
+    assert grammar_source(StructuredOutputsParams(grammar="\n" * HUGE + 'start: "x"')).endswith('start: "x"')
+    assert 'start: "x"' in grammar_source(StructuredOutputsParams(grammar="\n" * HUGE + 'root ::= "x"'))
+
+
+def test_what_looks_like_a_schema_in_a_literal_or_a_comment_is_accepted_as_before() -> None:
+    form = StructuredOutputsParams(grammar='// %json none\nstart: "%json x" "y"')
+    matcher = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, [1]).compile(form).new_matcher()
+    assert matcher.try_consume_tokens([IDS[bytes([byte])] for byte in b"%json xy"]) == 8
+    assert matcher.is_accepting()

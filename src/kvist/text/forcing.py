@@ -5,13 +5,13 @@ That gives a model the tokens it would have taken, and costs 0.3 us a character,
 goes on with, and cost the same whatever its length. The text is the same either way.
 
 Knows llguidance's Lark, its lists of grammars and JSON schemas as far as their size goes, and no tokens. Invariant: what is counted
-is never less than what a terminal fixes; text fixed by rules is bounded by the parser's own limit.
+is never less than what a terminal fixes; text fixed by rules is bounded by the parser's own limit. Work is in proportion to the
+grammar's length, whatever it holds: an expression that looks through it keeps Python's lock until its end.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
@@ -19,9 +19,10 @@ MAX_FIXED = 8 * 1024
 """Characters: 2.5 ms a mask."""
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
-_DEFINITION = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)[^:\n\"/|]*:(?!:)", re.MULTILINE)
+_DEFINITION = re.compile(r"^[ \t]*+[?!]?([A-Za-z_]\w*+)[^:\n\"/|]*+:(?!:)", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _REPEAT = re.compile(r"[{~]\s*(\d{1,9})")
+_SPACE = re.compile(r"\s*+")
 _NOTES = ("description", "title", "$comment")
 _scan = json.JSONDecoder().raw_decode
 
@@ -63,16 +64,17 @@ def _in_schema(schema: Any, *, listed: bool = False) -> int:
 
 def _in_lark(text: str) -> int:
     """Of the rules under `start`, with all that they name put in their places."""
-    total, rest = 0, []
-    while (found := text.find("%json")) >= 0:
-        rest.append(text[:found])
-        text = text[found + len("%json") :].lstrip()
+    total, rest, begin = 0, [], 0
+    while (found := text.find("%json", begin)) >= 0:
+        rest.append(text[begin:found])
+        space = _SPACE.match(text, found + len("%json"))
+        assert space is not None
         try:
-            schema, end = _scan(text)
+            schema, begin = _scan(text, space.end())
         except ValueError:
-            continue  # llguidance will say so
-        total, text = total + _in_schema(schema), text[end:]
-    text = "".join([*rest, text])
+            return MAX_FIXED + 1  # a mistake, which llguidance will name, or in a literal or a comment
+        total += _in_schema(schema)
+    text = "".join([*rest, text[begin:]])
     places = list(_DEFINITION.finditer(text))
     ends = [*(place.start() for place in places), len(text)][1:]
     bodies = {place[1]: text[place.end() : end] for place, end in zip(places, ends, strict=True)}
@@ -82,20 +84,27 @@ def _in_lark(text: str) -> int:
 
 
 def _expanded(name: str, bodies: dict[str, str], known: dict[str, int]) -> int:
-    """A rule that names itself counts once; `known` has what was counted before."""
+    """A rule that names itself counts once; `known` has what was counted before, as far as it matters."""
     known[name] = 0
-    total = _repeated(bodies[name])
-    for inner in _NAME.findall(bodies[name]):
+    body = bodies[name]
+    repeats = _repeats(body)
+    total = len(body) * repeats
+    for inner in _NAME.findall(body):
         if inner in bodies:
             size = known[inner] if inner in known else _expanded(inner, bodies, known)
-            total += size * _repeats(bodies[name])
-    known[name] = total
-    return total
+            total += size * repeats
+    known[name] = min(total, MAX_FIXED + 1)
+    return known[name]
 
 
 def _repeats(text: str) -> int:
-    """All repetitions as if one stood in the other."""
-    return math.prod(max(1, int(times)) for times in _REPEAT.findall(text))
+    """All repetitions as if one stood in the other, counted until they are too many."""
+    total = 1
+    for found in _REPEAT.finditer(text):
+        total *= max(1, int(found[1]))
+        if total > MAX_FIXED:
+            break
+    return total
 
 
 def _repeated(text: str) -> int:

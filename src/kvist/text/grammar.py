@@ -43,8 +43,8 @@ MAX_CHARACTERS takes half of this; a thread's stack takes memory as it grows, an
 WHITESPACE = r"[ \n\r\t]{1,20}"
 """Between JSON tokens, unless asked otherwise: room for indentation, and an end to it, which small models do not find."""
 
-_LARK_START = re.compile(r"^\s*start\s*:(?!:)", re.MULTILINE)
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_LARK_START = re.compile(r"^[^\S\n]*+start\s*+:(?!:)", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
 
 
 @dataclass(frozen=True)
