@@ -92,6 +92,11 @@ def test_compare_without_peers_is_bad_usage(capsys: pytest.CaptureFixture[str]) 
     assert (status, "--peer NAME=FOLDER" in err) == (2, True)
 
 
+def test_a_start_runs_no_works(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(["latency", "--startup", "--works", "decode_1"], capsys)
+    assert (status, "--startup runs no works" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     "text", ["{", '{"command": "throughput"}', "[]", '{"command": "compare"}', '{"command": "compare", "works": 3}']
 )
