@@ -246,7 +246,7 @@ def test_another_format_never_hits_and_other_files_stay(tmp_path: Path) -> None:
     again = open_store(tmp_path, warn=told.append)
     assert known(again) == []
     assert len(told) == 1
-    assert "2 segments of another format" in told[0]
+    assert "2 segments of another version's format" in told[0]
     assert again.stats().foreign_segments == 2
     assert (again.stats().found_blocks, again.stats().damaged_blocks) == (0, 0)
     assert get(again, b"a") == [False]

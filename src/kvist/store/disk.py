@@ -389,6 +389,7 @@ class DiskStore:
         self._number = found.last_number
         self._counts.damaged, self._counts.read_errors, self._counts.foreign = found.damaged, found.read_errors, found.foreign
         if found.foreign:
-            self._warn(f"The disk tier removed {found.foreign} segments of another format from {self._folder}.")
+            count = f"{found.foreign} segment" + "s" * (found.foreign > 1)
+            self._warn(f"The disk tier removed {count} of another version's format from {self._folder}.")
         self._make_room(0)
         self._counts.found, self._counts.evicted, self._lost = len(self._index), 0, {}
