@@ -34,7 +34,7 @@ logger = logging.getLogger("kvist")
 TEXT_THREADS = 2
 FORM_THREADS = 2
 """Compiling a form may take seconds: it has threads of its own, so that nobody's tokenizing waits for it."""
-PUBLISH_SECONDS = 0.05
+PUBLISH_SECONDS = 0.1
 """Of steps that only go on, not each is worth a snapshot: it costs as much as the deltas of thirty requests."""
 UNWELL_STEPS = 10
 """Failed steps without a good one between them: no longer the fault of single requests."""

@@ -79,8 +79,8 @@ class Connection(HttpToolsProtocol):
     _last_active = 0
     _answered: RequestResponseCycle | None = None
     """The request that is being answered, or was last; `cycle` is the one that was read last."""
-    _open_answer: Mapping[str, Any] | None = None
-    """The request whose answer was found to take pieces; whatever changes that, takes it away."""
+    open_answer: Mapping[str, Any] | None = None
+    """The scope of which `can_write_piece` is known; whatever changes that, takes it away."""
     _body_bytes = 0
     _other_bytes = 0
     """Of the request that is being read, body and all else."""
@@ -156,7 +156,7 @@ class Connection(HttpToolsProtocol):
 
     def can_write_piece(self, scope: Scope) -> bool:
         """Whether `scope`'s answer is on its way, in chunks, and the client has taken all of it so far."""
-        return self._open_answer is scope or self._opens(scope)
+        return self.open_answer is scope or self._opens(scope)
 
     def _opens(self, scope: Scope) -> bool:
         cycle = self._answered
@@ -164,7 +164,7 @@ class Connection(HttpToolsProtocol):
             return False
         if cycle.response_complete or cycle.disconnected or self.flow.write_paused:
             return False
-        self._open_answer = scope
+        self.open_answer = scope
         return True
 
     def write_piece(self, piece: str) -> None:
@@ -172,7 +172,7 @@ class Connection(HttpToolsProtocol):
         self.transport.write(f"{len(piece):x}\r\n{piece}\r\n".encode("ascii"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._open_answer = None
+        self.open_answer = None
         self._forget_head()
         self._forget_unread()
         super().connection_lost(exc)
@@ -184,7 +184,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
 
     def pause_writing(self) -> None:
-        self._open_answer = None
+        self.open_answer = None
         super().pause_writing()
         self._await_reader()
 
@@ -193,7 +193,7 @@ class Connection(HttpToolsProtocol):
         self._forget_unread()
 
     def on_response_complete(self) -> None:
-        self._open_answer = None
+        self.open_answer = None
         self._last_active = next(self.turns)
         if self.pipeline:
             self._answered = self.pipeline[-1][0]

@@ -130,7 +130,7 @@ class GenerationResponse(Response):
     async def _stream(self, scope: Scope, send: Send) -> None:
         params = self._plan.jobs[0].params
         stream = EventStream(scope, send, self._state.options.keep_alive_seconds)
-        batches = self._deltas(_Writer(self, stream, self._tally.progress[0], self._record))
+        batches = self._deltas(_Writer(self, stream, scope, self._tally.progress[0]))
         try:
             async for batch in batches:
                 self._count(batch, time.perf_counter())
@@ -223,33 +223,32 @@ class _Writer:
     second, each finds the caches full of something else, and its cost is the number of objects and calls that it meets: it takes a
     way of its own, and this object holds what is met on it."""
 
-    __slots__ = ("_frame", "_progress", "_record", "_response", "_stream")
+    __slots__ = ("_connection", "_frame", "_progress", "_record", "_response", "_scope", "_stream")
 
-    def __init__(self, response: GenerationResponse, stream: EventStream, progress: Progress, record: RequestRecord) -> None:
+    def __init__(self, response: GenerationResponse, stream: EventStream, scope: Scope, progress: Progress) -> None:
         self._response = response
         self._stream = stream
+        self._scope = scope
+        self._connection = stream.connection
         self._progress = progress
-        self._record = record
+        self._record = response._record
         self._frame: Frame | None = None
+        """Set once the short way is open."""
 
     def take(self, deltas: Batch, now: float) -> bool:
-        if not self._stream.ready():
-            return False
-        if self._frame is None or len(deltas) > 1:
+        frame, connection, delta = self._frame, self._connection, deltas[0]
+        if frame is None or connection is None or connection.open_answer is not self._scope:
             return self._take_any(deltas, now)
-        delta = deltas[0]
-        if delta.finish_reason is not None:
-            return False
-        if delta.events:
+        if len(deltas) > 1 or delta.events or delta.finish_reason is not None:
             return self._take_any(deltas, now)
         self._record.tokens(self._progress, len(delta.token_ids), now)
         if text := delta.text:
-            before, after = self._frame
-            self._stream.write_now(f"{before}{quoted(text)}{after}", now)
+            connection.write_piece(f"{frame[0]}{quoted(text)}{frame[1]}")
+            self._stream.last_word = now
         return True
 
     def _take_any(self, deltas: Batch, now: float) -> bool:
-        if any(delta.finish_reason is not None for delta in deltas):
+        if not self._stream.ready() or any(delta.finish_reason is not None for delta in deltas):
             return False
         self._response._count(deltas, now)
         self._stream.write_now("".join(self._response._pieces(deltas)), now)
