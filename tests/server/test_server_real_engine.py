@@ -87,38 +87,70 @@ def test_thirty_two_streams_at_once_equal_their_plain_runs(real_server: ServerTh
         assert text_of(chunks) == expected
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_chunks_in_mid_answer_are_written_at_once(
-    real_engine: AsyncEngine, real: httpx.Client, path: str, n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a task that is woken for each; the stream is the same."""
-    pieces: list[str] = []
-    written: list[str] = []
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """What is written at once, and what by the responses' tasks."""
+    at_once: list[str] = []
+    by_tasks: list[str] = []
     write_piece, write = Connection.write_piece, EventStream.write
 
     def writing(self: Connection, piece: str) -> None:
-        pieces.append(piece)
+        at_once.append(piece)
         write_piece(self, piece)
 
     async def writing_slowly(self: EventStream, texts: Iterable[str]) -> None:
-        written.append("".join(texts))
-        await write(self, [written[-1]])
+        by_tasks.append("".join(texts))
+        await write(self, [by_tasks[-1]])
+
+    monkeypatch.setattr(Connection, "write_piece", writing)
+    monkeypatch.setattr(EventStream, "write", writing_slowly)
+    return at_once, by_tasks
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_chunks_in_mid_answer_are_written_at_once(
+    real_engine: AsyncEngine,
+    real: httpx.Client,
+    path: str,
+    n: int,
+    full: bool,
+    written: tuple[list[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a task that is woken for each; the stream is the same. Where the client has not taken what was written, the task
+    waits for it with the next, and then all goes on as before."""
+    at_once, by_tasks = written
+    write_piece = Connection.write_piece
+
+    def filling(self: Connection, piece: str) -> None:
+        write_piece(self, piece)
+        if full and len(at_once) == 5:
+            self.pause_writing()
+            take_all(self)
+
+    def take_all(connection: Connection) -> None:
+        (stream,) = real_engine._streams.values()
+        if stream._waiter is not None and stream._waiter.done():
+            connection.resume_writing()
+        else:
+            connection.loop.call_later(0.01, take_all, connection)
 
     prompt = {"messages": [{"role": "user", "content": "hello the win"}]} if path == CHAT else {"prompt": "hello the win"}
     body = {**prompt, "n": n, "seed": 7, "temperature": 1.5, "max_tokens": 20, "ignore_eos": True}
     whole = answer(real, body, path)["choices"]
-    with monkeypatch.context() as patch, in_step(real_engine):
-        patch.setattr(Connection, "write_piece", writing)
-        patch.setattr(EventStream, "write", writing_slowly)
+    monkeypatch.setattr(Connection, "write_piece", filling)
+    with in_step(real_engine):
         chunks = stream(real, path, body | {"stream_options": {"include_usage": True}})
     check_stream(chunks, path, n)
     assert [text_of(chunks, i) for i in range(n)] == [c["message"]["content"] if path == CHAT else c["text"] for c in whole]
     assert chunks[-1]["usage"]["completion_tokens"] == 20 * n
-    assert len(written) == 3, "by the task: the first step, the last, and what closes the stream"
-    assert 9 < len(pieces) <= 18, "at once: all others that bring text"
-    assert sum(text.count("data: ") for text in (*written, *pieces)) == len(chunks) + 1
-    assert all(piece.startswith("data: {") and piece.endswith("\n\n") for piece in pieces)
+    # The first step, the last, and what closes the stream; what came to a full client, up to the first that brought text.
+    assert 3 < len(by_tasks) < 7 if full else len(by_tasks) == 3
+    assert 9 < len(at_once) <= 21 - len(by_tasks), "all others that bring text"
+    assert sum(text.count("data: ") for text in (*by_tasks, *at_once)) == len(chunks) + 1
+    assert all(piece.startswith("data: {") and piece.endswith("\n\n") for piece in at_once)
 
 
 def test_stop_strings_cut_exactly(real: httpx.Client) -> None:

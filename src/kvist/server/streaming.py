@@ -233,13 +233,13 @@ class _Writer:
         self._progress = progress
         self._record = response._record
         self._frame: Frame | None = None
-        """Set once the short way is open."""
+        """Set once the short way is open, and only where there is one choice."""
 
     def take(self, deltas: Batch, now: float) -> bool:
         frame, connection, delta = self._frame, self._connection, deltas[0]
         if frame is None or connection is None or connection.open_answer is not self._scope:
             return self._take_any(deltas, now)
-        if len(deltas) > 1 or delta.events or delta.finish_reason is not None:
+        if delta.events or delta.finish_reason is not None:
             return self._take_any(deltas, now)
         self._record.tokens(self._progress, len(delta.token_ids), now)
         if text := delta.text:
