@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.deciders import make_request, make_spec
+from kvist.config import MAX_BLOCK_SIZE
 from kvist.kv.block import BlockHash
 from kvist.kv.manager import KVManager
 from kvist.kv.origins import (
@@ -23,6 +24,7 @@ from kvist.kv.origins import (
 )
 from kvist.kv.tiers import PATIENCE, Restore, TierDecider, TierRates, TransferPlan, name_of, parse_name, restore_is_cheaper
 from kvist.request import Request
+from kvist.store.segments import MAX_ABOUT
 
 A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
 
@@ -97,6 +99,12 @@ def test_an_origin_comes_back_as_it_was(tokens: list[int], root: bytes, parent: 
     assert Origin(format_of(data), root_of(data), parent_of(data), tokens_of(data)) == origin
     assert decode_format(format_of(data)) == (kv_format, len(tokens))
     assert len(data) == max_bytes(len(tokens))
+
+
+def test_the_largest_block_is_told_to_a_store() -> None:
+    origin = Origin(encode_format("fp8_e4m3", MAX_BLOCK_SIZE), ROOT, A, array("I", range(MAX_BLOCK_SIZE))).encode()
+    assert len(origin) == max_bytes(MAX_BLOCK_SIZE) <= MAX_ABOUT
+    assert decode_format(format_of(origin)) == ("fp8_e4m3", MAX_BLOCK_SIZE)
 
 
 def test_names_of_other_models_are_passed_over() -> None:

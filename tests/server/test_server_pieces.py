@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvist.errors import InvalidRequestError
 from kvist.server import body, pieces
 from kvist.server.body import MAX_DEPTH, SMALL_BODY, parse
+from kvist.server.failures import error_response
 
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.sampled_from([1.5e300, -2e-7, 1e22, 0.5])
 LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=40) | st.text('[]{}"\\,:a', max_size=12)
@@ -85,6 +86,14 @@ def test_a_member_named_twice_is_refused_by_its_name(text: str, name: str) -> No
         with pytest.raises(InvalidRequestError, match=f"names '{name}' twice") as caught:
             parse(text.encode() + b" " * pad)
         assert caught.value.param == name
+
+
+def test_half_a_surrogate_pair_named_twice_is_told_in_text() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(b'{"\\ud800": 1, "\\ud800": 2}')
+    answer = error_response(caught.value)
+    assert answer.status_code == 400
+    assert json.loads(answer.body)["error"]["param"] == "\\ud800"
 
 
 @given(VALUES)
