@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
 
 from kvist.server.failures import unknown_model
 from kvist.server.state import ServerState, state_of
@@ -25,16 +24,16 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
 
 
 @router.get("/v1/models")
-async def list_models(request: Request) -> Response:
+async def list_models(request: Request) -> dict[str, Any]:
     """Every name that the field `model` may have."""
     state = state_of(request)
-    return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.served_names]})
+    return {"object": "list", "data": [_card(state, name) for name in state.served_names]}
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(request: Request, name: str) -> Response:
+async def get_model(request: Request, name: str) -> dict[str, Any]:
     """One of them, or 404."""
     state = state_of(request)
     if name not in state.served_names:
         raise unknown_model(name, state.served_names)
-    return JSONResponse(_card(state, name))
+    return _card(state, name)
