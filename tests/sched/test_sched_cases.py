@@ -144,3 +144,27 @@ def test_a14_every_row_finds_its_window(windows: tuple[int | None, ...], chunk: 
         again = sim.generate("again", range(length), 24)
         assert again.num_cached_tokens == length - 1
         assert again.output_token_ids == request.output_token_ids
+
+
+@pytest.mark.parametrize(("budget", "beside"), [(200, 128), (512, 128), (1000, 250), (100, 100)])
+def test_prompts_leave_most_of_a_step_to_those_that_wait_for_its_end(budget: int, beside: int) -> None:
+    sim = Sim(num_blocks=600, max_num_batched_tokens=budget, max_model_len=4000)
+    sim.add("long", range(2000, 5000), 2)
+    assert sim.rows(sim.step())["long"] == (0, budget), "alone it has all"
+    sim.add("read", range(10), 2)
+    rows = [sim.rows(sim.step()) for _ in range(3000 // budget - 1)]
+    assert [list(step.values()) for step in rows] == [[(budget * number, budget)] for number in range(1, 3000 // budget)]
+    sim.run()
+    sim = Sim(num_blocks=600, max_num_batched_tokens=budget, max_model_len=4000)
+    sim.add("read", range(10), 5)
+    sim.step()
+    sim.add("long", range(2000, 5000), 2)
+    sim.add("other", range(6000, 6500), 2)
+    room = min(beside, budget - 1)
+    expected = [{"read": (10 + number, 1), "long": (room * number, room)} for number in range(3)]
+    outputs = [sim.step() for _ in range(3)]
+    assert [sim.rows(output) for output in outputs] == expected
+    assert [output.num_batched_tokens for output in outputs] == [room + 1] * 3
+    sim.step()
+    assert sim.rows(sim.step()) == {"long": (room * 4, budget)}, "nobody reads any more"
+    sim.run()

@@ -27,6 +27,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     use_cache: ClassVar[bool] = True
     priorities: ClassVar[tuple[int, ...]] = (0,)
     allocator: ClassVar[str] = "paged"
+    beside: ClassVar[int | None] = None
+    """What is left of the budget of 10 beside requests that take one row; None for what a scheduler leaves, which is all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +43,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=0.1,
             allocator=self.allocator,
         )
+        if self.beside is not None:
+            self.sim.scheduler._beside = self.beside
         self.count = 0
         self.aborted: set[str] = set()
         self.overtaken = False
@@ -195,6 +199,11 @@ class VirtualNoCacheMachine(VirtualMachine):
     use_cache: ClassVar[bool] = False
 
 
+class BesideMachine(SchedulerMachine):
+    beside: ClassVar[int | None] = 2
+
+
+TestBeside = BesideMachine.TestCase
 TestScheduler = SchedulerMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase
 TestContiguousWindowed = ContiguousWindowedMachine.TestCase
@@ -209,7 +218,7 @@ TestScheduler.settings = TestPriority.settings = TestWindowed.settings = TestNoC
 )
 TestContiguous.settings = TestContiguousWindowed.settings = TestVirtual.settings = TestVirtualWindowed.settings = (
     TestVirtualNoCache.settings
-) = settings(max_examples=20, stateful_step_count=30, deadline=None)
+) = TestBeside.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

@@ -1,4 +1,4 @@
-"""How long one request can be: what the model's context and the KV pool hold. It knows no other requests."""
+"""How long one request can be (what the model's context and the KV pool hold), and how far requests stand back for each other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ from dataclasses import dataclass
 
 from kvist.errors import ContextLengthError
 from kvist.request import Request
+
+MAX_DOUBLINGS = 6
+"""Of the room that a request leaves to others after a preemption: about a thousand tokens to each."""
+ROWS_BESIDE = 128
+SHARE_BESIDE = 4
+
+
+def rows_beside(budget: int) -> int:
+    """Of a step's budget, what is left to prompts beside requests that wait for their next token: a quarter, or 128 rows where that
+    is more, as fewer would read the weights too often. A prompt is computed nearly as fast as in steps of its own."""
+    return max(ROWS_BESIDE, budget // SHARE_BESIDE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ clock, and it stops no generation: the engine calls `finish`.
 
 Order of a step, under one budget of rows:
 
-1. running requests that lack one row, oldest first; they never wait for a long prompt;
+1. running requests that lack one row, oldest first; they never wait for a long prompt, and leave a part of the budget to others,
+   for their next row comes when the step ends;
 2. running requests that lack more, oldest first: a chunk of what the budget and the free blocks allow;
 3. waiting requests, if nobody had to give way: strictly in order, each only if all its present tokens can get blocks and leave a
    free reserve (the watermark; it is not asked of a request that would run alone). The running ones have no claim on free blocks
@@ -40,14 +41,11 @@ from kvist.kv.memory import NO_PLAN, KVMemory, MemoryAccount
 from kvist.kv.prefix import PrefixMatch
 from kvist.request import FinishReason, PrefixMiss, Request, RequestStatus
 from kvist.sched.jobs import Job, Step, key_of, lower, source_of
-from kvist.sched.limits import Limits
+from kvist.sched.limits import MAX_DOUBLINGS, Limits, rows_beside
 from kvist.sched.output import PreemptionRecord, ScheduledRequest, SchedulerOutput, SchedulerStats, Totals
 from kvist.sched.policy import Policy, PriorityThenArrival
 from kvist.sched.preemption import Preemption, PreemptionLog
 from kvist.sched.prefetch import DEPTH, Prefetcher
-
-MAX_DOUBLINGS = 6
-"""Of the room that a request leaves to others after a preemption: about a thousand tokens to each."""
 
 
 class Scheduler:
@@ -68,7 +66,7 @@ class Scheduler:
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) >= 1, "limits are positive"
         self._manager = manager
         self._max_running = max_num_seqs
-        self._budget = max_num_batched_tokens
+        self._budget, self._beside = max_num_batched_tokens, rows_beside(max_num_batched_tokens)
         self._use_cache = use_cache
         self._policy: Policy = policy or PriorityThenArrival()
         self._limits = Limits(max_model_len, manager.max_request_tokens(max_model_len))
@@ -152,7 +150,10 @@ class Scheduler:
         self._manager.advance(now)
         self._now = now
         step = Step(self._budget, now)
-        if self._advance_running(step, one_row=True):
+        passed_over = self._advance_running(step, one_row=True)
+        if step.rows:
+            step.budget = min(step.budget, self._beside)
+        if passed_over:
             self._advance_running(step, one_row=False)
         if self._waiting:
             self._serve_waiting(step)
@@ -167,7 +168,7 @@ class Scheduler:
             self._step,
             tuple(in_flight.values()),
             tuple(step.preempted) if step.preempted else (),
-            self._budget - step.budget,
+            sum(step.rows.values()),
             len(self._waiting),
             tuple(step.events) if step.events else (),
             manager.take_plan(),
