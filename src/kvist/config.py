@@ -31,7 +31,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("w8a8", "w4a8")
 EVICTION_POLICIES = ("density", "lru")
 DTYPES = {"auto": "auto", "f32": "f32", "f16": "f16", "bf16": "bf16", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 DEFAULT_MODEL = "smollm2:135m"
-BLOCK_MULTIPLE = 16
+BLOCK_MULTIPLE, MAX_BLOCK_SIZE = 16, 8192
 """Keys that the kernels keep side by side: block sizes are multiples of it."""
 HEAD_MULTIPLE = 16
 """The native kernels read heads in pieces of this many elements."""
@@ -220,9 +220,9 @@ def check_options(options: EngineOptions) -> None:
     if options.pin_threads and (options.isa == "numpy" or not hasattr(os, "sched_setaffinity")):
         where = "isa=numpy has none of its own" if options.isa == "numpy" else "this system cannot bind them"
         raise ConfigError(f"pin_threads binds the native kernels' threads to CPUs, and {where}; leave it out.")
-    if options.block_size % BLOCK_MULTIPLE:
+    if options.block_size % BLOCK_MULTIPLE or options.block_size > MAX_BLOCK_SIZE:
         raise ConfigError(
-            f"block_size must be a multiple of {BLOCK_MULTIPLE}, which the kernels read at once, not {options.block_size}."
+            f"block_size must be a multiple of {BLOCK_MULTIPLE}, at most {MAX_BLOCK_SIZE:,}, not {options.block_size}."
         )
     if not (isinstance(options.watermark, (int, float)) and 0.0 <= options.watermark < 1.0):
         raise ConfigError(f"watermark is the share of the pool kept free, in [0, 1), not {options.watermark!r}.")

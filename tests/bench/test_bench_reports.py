@@ -171,6 +171,9 @@ def test_a_baseline_is_a_report_or_a_list_of_them() -> None:
         read_baseline(Path("f"), "{")
     with pytest.raises(UsageError, match="f is no report of `kvist bench throughput"):
         read_baseline(Path("f"), '{"command": "latency"}')
+    for damage in ({"machine": None}, {"measurements": [{}]}, {"measurements": [{"name": "a", "median": 0}]}, {"engine": {}}):
+        with pytest.raises(UsageError, match="f has a report that this kvist cannot read"):
+            read_baseline(Path("f"), json.dumps([then, then | damage]))
 
 
 def test_the_committed_baseline_has_what_ci_compares_and_ci_only_warns() -> None:
@@ -206,12 +209,12 @@ def test_a_request_that_the_engine_fails_ends_the_sweep() -> None:
 
 
 def test_settings_are_parsed_and_default_to_the_three_that_matter() -> None:
-    assert parse_settings(["max-num-seqs=1,8", "num_threads=2"], 4) == [
+    assert parse_settings(["max-num-seqs=1,8,1", "num_threads=2"], 4) == [
         Setting("max_num_seqs", 1), Setting("max_num_seqs", 8), Setting("num_threads", 2),
     ]  # fmt: skip
     assert [one.value for one in parse_settings([], 4) if one.option == "num_threads"] == [1, 2, 4]
     assert [one.value for one in parse_settings([], 1) if one.option == "num_threads"] == [1]
-    for text in ("model=1", "max-num-seqs=", "max-num-seqs=a", "max-num-seqs"):
+    for text in ("model=1", "max-num-seqs=", "max-num-seqs=a", "max-num-seqs=\u00b2", "max-num-seqs"):
         with pytest.raises(UsageError, match="--option takes"):
             parse_settings([text], 2)
 

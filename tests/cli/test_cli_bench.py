@@ -76,6 +76,8 @@ def test_compare_saves_prints_and_draws_what_show_shows_again(
         (["--shape", "1b", "-m", "other.gguf"], "--shape makes its own model"),
         (["--save", "/nowhere/report.json"], "There is no folder /nowhere to save report.json in."),
         (["--plot", "/nowhere/plot.png"], "There is no folder /nowhere to put plot.png in."),
+        (["--save", "/"], "/ is a folder; name a file to save in."),
+        (["--plot", "/"], "/ is a folder; name a file for the plot."),
         (["--plot", "plot.txt"], "A plot cannot be written as .txt; name plot.png or so."),
     ],
 )
@@ -90,11 +92,20 @@ def test_compare_without_peers_is_bad_usage(capsys: pytest.CaptureFixture[str]) 
     assert (status, "--peer NAME=FOLDER" in err) == (2, True)
 
 
-@pytest.mark.parametrize("text", ["{", '{"command": "throughput"}', "[]"])
+def test_a_start_runs_no_works(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(["latency", "--startup", "--works", "decode_1"], capsys)
+    assert (status, "--startup runs no works" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"command": "throughput"}', "[]", '{"command": "compare"}', '{"command": "compare", "works": 3}']
+)
 def test_show_takes_only_what_compare_saved(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
     status, _, err = run(["show", str(tmp_path / "x.json")], capsys)
-    assert (status, "x.json is no" in err) == (2, True)
+    assert (status, "x.json is " in err, "Traceback" in err) == (2, True, False)
+    status, _, err = run(["show", str(tmp_path / "y.json")], capsys)
+    assert (status, err) == (2, f"kvist: Cannot read {tmp_path / 'y.json'}: No such file or directory.\n")
 
 
 def test_a_baseline_warns_and_does_not_fail(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +140,9 @@ def test_sweep_prints_a_row_for_each_value(
     assert status == 0
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| --max-num-seqs 2", "| --max-num-seqs 16"]
     assert lines[0].count("|") == 7
+    # The second value is looked at before the first one is measured.
+    status, out, err = run([*arguments[:-5], "num-threads=1,99999"], capsys)
+    assert (status, out, err) == (2, "", "kvist: num_threads is at most 1024, not 99999; the number of CPUs serves best.\n")
 
 
 def test_prefix_goes_on_with_what_it_kept_and_draws_it(

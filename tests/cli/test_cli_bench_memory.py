@@ -1,4 +1,4 @@
-"""`kvist bench eviction` and `manager`: what they print, and what they refuse."""
+"""`kvist bench eviction`, `manager` and `tiers`: what they print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -69,3 +69,19 @@ def test_prompts_larger_than_the_pool_are_refused(capsys: pytest.CaptureFixture[
     code, _, errors = run(capsys, "manager", "--blocks", "2048", "--prompt-tokens", "32768")
     assert code == 2
     assert "A prompt of 32768 tokens does not fit 2048 blocks" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--folder", "/nowhere/x"],
+            "tier's folder cannot be made in /nowhere/x: No such file or directory; name another",
+        ),
+        (["--kv-tiers", "disk=1GiB:/tmp/x"], "leave kv_tiers out, and say where with --folder"),
+    ],
+)
+def test_a_tier_that_cannot_be_made_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    code, _, errors = run(capsys, "tiers", *arguments)
+    assert code == 2
+    assert words in " ".join(errors.split())

@@ -85,6 +85,7 @@ def test_sampling_flags() -> None:
     [
         (["--isa", "sse9"], ConfigError, "isa must be one of auto, avx512bf16, avx512, avx2, portable, numpy, not 'sse9'"),
         (["--block-size", "7"], ConfigError, "block_size must be a multiple of 16"),
+        (["--block-size", "65536"], ConfigError, "at most 8,192, not 65536"),
         (["--num-kv-blocks", "4", "--kv-cache-memory", "1GiB"], ConfigError, "num_kv_blocks and kv_cache_memory"),
         (["--top-p", "nan"], InvalidRequestError, "top_p must be a number in (0, 1]"),
         (["--temperature", "-1"], InvalidRequestError, "temperature must be a number"),

@@ -383,20 +383,28 @@ def test_merging_keeps_everything():
     assert (aborted.token_ids, aborted.logprobs, aborted.finish_reason) == ((1,), None, "abort")
 
 
-def test_what_nobody_reads_waits_in_few_pieces():
-    """However long an answer is: its text, not an object a token."""
+@pytest.mark.parametrize("blocked", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_nobody_reads_waits_in_few_pieces(blocked, n):
+    """However long an answer is: its text, not an object a token; be it the loop that is slow, or the reader."""
 
-    async def main() -> OutputDelta:
+    async def main() -> list[OutputDelta]:
         mailbox = Mailbox(asyncio.get_running_loop())
-        stream = Stream(mailbox)
+        stream, most = Stream(mailbox, num_choices=n), 0
         for i in range(1000):
-            mailbox.post([(stream, OutputDelta("r", 0, str(i % 10), (i,)))])
-            assert len(stream.unread[0]) < MAX_UNREAD_DELTAS
-        (delta,) = await stream.take()
-        return delta
+            mailbox.post([(stream, OutputDelta("r", choice, str(i % 10), (i, choice))) for choice in range(n)])
+            most = max(most, len(mailbox._posted[stream]))
+            if not blocked:
+                await asyncio.sleep(0)
+                most = max(most, len(stream._unread))
+        assert n < most < MAX_UNREAD_DELTAS * n
+        return await stream.take()
 
-    delta = asyncio.run(main())
-    assert (delta.token_ids, delta.text) == (tuple(range(1000)), "0123456789" * 100)
+    deltas = asyncio.run(main())
+    assert [delta.index for delta in deltas] == list(range(n))
+    for delta in deltas:
+        assert delta.text == "0123456789" * 100
+        assert delta.token_ids == tuple(token_id for i in range(1000) for token_id in (i, delta.index))
 
 
 def test_a_name_whose_reader_left_can_be_used_again_at_once(engine):

@@ -42,6 +42,20 @@ def test_length():
     assert 0 < snapshot.scheduler_seconds < snapshot.step_seconds
 
 
+def test_all_choices_of_the_same_parameters_have_one_bias():
+    engine = tiny_engine()
+    params = greedy(n=3, logit_bias={77: 100.0}, max_tokens=3)
+    for name in ("one", "other"):
+        engine.add_request(name, PROMPT, params)
+    engine.add_request("stranger", PROMPT, greedy(logit_bias={78: 100.0}, max_tokens=3))
+    biases = {id(choice.sampling.biases): choice.sampling.biases.params.logit_bias for choice in engine._choices.values()}
+    assert sorted(map(list, biases.values())) == [[77], [78]]
+    del biases
+    outputs = drain(engine)
+    assert [outputs[name].token_ids for name in ("one", "one#1", "other#2")] == [[77] * 3] * 3
+    assert outputs["stranger"].token_ids == [78] * 3
+
+
 def test_text_is_that_of_the_tokens():
     engine = tiny_engine()
     output = run_one(engine, PROMPT, greedy(max_tokens=40, ignore_eos=True))

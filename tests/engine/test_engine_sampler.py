@@ -355,11 +355,31 @@ def test_a_row_without_a_number_has_no_score():
 
 @given(st.lists(st.integers(0, 30), max_size=60), st.lists(st.integers(0, 30), max_size=80), st.integers(1, 7))
 def test_counts_grow_with_the_output(prompt, output, step):
-    counts = TokenCounts(prompt)
+    counts = TokenCounts.of(prompt)
+    younger = counts.begin_again()
     for end in [*range(0, len(output), step), len(output)]:
         ids, times = counts.advance(output[:end])
         assert sorted(ids.tolist()) == sorted({*prompt, *output[:end]})
         assert {token: n for token, n in zip(ids.tolist(), times.tolist(), strict=True) if n} == Counter(output[:end])
+    ids, times = younger.advance(output[::-1])
+    assert {token: n for token, n in zip(ids.tolist(), times.tolist(), strict=True) if n} == Counter(output)
+
+
+def test_choices_share_the_arrays_of_their_biases_and_not_their_counts():
+    params = SamplingParams(temperature=0, logit_bias={2: 3.0, 5: -1.0}, frequency_penalty=1.0, min_tokens=1, stop_token_ids=(4,))
+    first = state(params, prompt=(1, 2))
+    second = SamplingState.of(first.request, 8, first.biases, first)
+    one, other = first.adjustment(), second.adjustment()
+    assert one is not None
+    assert other is not None
+    assert one.bias is other.bias
+    assert dict(zip(one.bias_ids.tolist(), one.bias.tolist(), strict=True)) == {2: 3.0, 5: -1.0, 4: -math.inf}
+    assert one.counts is not other.counts
+    first.request.output_token_ids.append(3)
+    later = first.adjustment()
+    assert later is not None
+    assert later.bias_ids.tolist() == [2, 5], "no longer before min_tokens"
+    assert second.counts.advance([])[0].tolist() == [1, 2]
 
 
 def test_a_state_that_cannot_be_lowered_fails_alone(monkeypatch):

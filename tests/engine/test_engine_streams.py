@@ -28,13 +28,12 @@ class Recorder:
     fails: bool = False
     taken: list[tuple[str, OutputDelta]] = field(default_factory=list)
 
-    def ready(self) -> bool:
-        return self.open
-
-    def take(self, deltas: list[OutputDelta]) -> None:
+    def take(self, deltas: list[OutputDelta], now: float) -> bool:
         if self.fails:
             raise RuntimeError("a twig broke")
-        self.taken += [("sink", delta) for delta in deltas]
+        taken = self.open and all(delta.finish_reason is None for delta in deltas)
+        self.taken += [("sink", delta) for delta in deltas if taken]
+        return taken
 
     async def read(self, stream: Stream) -> None:
         while not (self.taken and self.taken[-1][1].finish_reason):

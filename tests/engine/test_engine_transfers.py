@@ -11,7 +11,7 @@ import pytest
 from kvist.engine.transfers import Event, Filled, Lost, Stored, Transfers
 from kvist.kv.block import BlockHash
 from kvist.kv.tiers import BlockCopy, TransferPlan
-from kvist.store.tier import Item, Loss, StoreStats
+from kvist.store.tier import Loss, Record, StoreStats, Target
 
 SIZE = 64
 
@@ -26,18 +26,18 @@ class DictStore:
         self.broken = False
         self.closed = 0
 
-    def names(self) -> list[bytes]:
-        return list(self.kept)
+    def records(self) -> list[tuple[bytes, bytes]]:
+        return [(name, b"") for name in self.kept]
 
-    def put(self, items: Sequence[Item]) -> list[bytes]:
+    def put(self, items: Sequence[Record]) -> list[bytes]:
         self.gate.wait(20)
         if self.broken:
             raise RuntimeError("the store is broken")
-        for name, payload in items:
+        for name, _, payload in items:
             self.kept[name] = bytes(payload)
-        return [name for name, _ in items]
+        return [name for name, _, _ in items]
 
-    def get(self, items: Sequence[Item]) -> list[bool]:
+    def get(self, items: Sequence[Target]) -> list[bool]:
         self.gate.wait(20)
         if self.broken:
             raise RuntimeError("the store is broken")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,15 @@ def settle(engine: Engine) -> None:
     assert not any(tiers._decider._storing)
 
 
+def disk_tokens(engine: Engine, tokens: list[int], salt: str) -> int:
+    """How many tokens a request with this salt found on the disk."""
+    engine.add_request("one", tokens, GREEDY, cache_salt=salt)
+    usages = []
+    while engine.has_work:
+        usages += [delta.usage for delta in engine.step() if delta.usage is not None]
+    return usages[-1].num_disk_tokens
+
+
 def cold(isa: str, model: str, tokens: list[int], params: SamplingParams = GREEDY) -> tuple[list[bytes], str]:
     engine, trace = make(isa, model, None, enable_prefix_caching=False)
     text = run_one(engine, tokens, params).text
@@ -55,7 +65,7 @@ def cold(isa: str, model: str, tokens: list[int], params: SamplingParams = GREED
 
 
 @everywhere
-@pytest.mark.parametrize("size", [17, 100, 113])
+@pytest.mark.parametrize("size", [9, 17, 100, 104, 113])
 def test_a_restart_hits_with_the_bits_of_the_cold_run(isa: str, model: str, size: int, tmp_path: Path) -> None:
     tokens = prompt(size)
     rows, text = cold(isa, model, tokens)
@@ -67,19 +77,57 @@ def test_a_restart_hits_with_the_bits_of_the_cold_run(isa: str, model: str, size
     output = run_one(again, tokens, GREEDY)
     assert output.text == text
     assert trace.of("one") == rows
-    whole = (size - 1) // 16 * 16
-    assert told["hit_tokens"] == {"device": 0, "disk": whole}
-    assert (
-        PrefixMiss(**told["miss"])
-        == output.usage.prefix_miss
-        == PrefixMiss("last_token" if size % 16 == 1 else "partial_block", whole)
-    )
-    assert output.usage.prompt_tokens_by_source == {"computed": size - whole, "prefix_hit": 0, "disk_hit": whole}
-    assert again.snapshot().prompt_tokens_by_source["disk_hit"] == whole
+    # Half a block is read for its beginning, less is computed.
+    found = 96 if size == 100 else size - 1
+    assert told["hit_tokens"] == {"device": 0, "disk": found}
+    expected = PrefixMiss("last_token" if found == size - 1 else "partial_block", found)
+    assert PrefixMiss(**told["miss"]) == output.usage.prefix_miss == expected
+    assert output.usage.prompt_tokens_by_source == {"computed": size - found, "prefix_hit": 0, "disk_hit": found}
+    assert again.snapshot().prompt_tokens_by_source["disk_hit"] == found
     # Once more: now it is on the device.
     trace.rows.clear()
     output = run_one(again, tokens, GREEDY)
     assert (trace.of("one"), output.usage.num_disk_tokens, output.usage.num_cached_tokens) == (rows, 0, size - 1)
+    again.close()
+
+
+@everywhere
+def test_the_next_turn_finds_the_last_block_of_the_one_before_on_the_disk(isa: str, model: str, tmp_path: Path) -> None:
+    tokens = prompt(100)
+    engine, _ = make(isa, model, tmp_path)
+    answer = run_one(engine, tokens, GREEDY).token_ids
+    engine.close()
+    turn = [*tokens, *answer, *prompt(7, 1)]
+    rows, text = cold(isa, model, turn)
+    again, trace = make(isa, model, tmp_path)
+    output = run_one(again, turn, GREEDY)
+    assert (trace.of("one"), output.text) == (rows, text)
+    assert output.usage.prompt_tokens_by_source == {"computed": 8, "prefix_hit": 0, "disk_hit": 109}
+    again.close()
+
+
+def test_each_owner_hears_of_its_own_blocks_after_a_restart(tmp_path: Path) -> None:
+    for salt in ("a", "b"):
+        engine = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
+        disk_tokens(engine, prompt(100), salt)
+        engine.close()
+    again = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
+    for path in tmp_path.glob("0*.seg"):
+        path.unlink()
+    assert disk_tokens(again, prompt(100), "a") == 0
+    told = {salt: again.ask_kv("events", salt=salt, since=0, limit=100)["events"] for salt in ("a", "b", None)}
+    gone = {
+        salt: [
+            name for event in events if event["tier"] == "disk" and event["event"] == "removed" for name in event["block_hashes"]
+        ]
+        for salt, events in told.items()
+    }
+    assert len(gone["a"]) == 7, "six whole blocks and the last one"
+    assert gone["b"] == [], "nobody has looked for these"
+    assert gone[None] == gone["a"]
+    assert disk_tokens(again, prompt(100), "b") == 0
+    events = again.ask_kv("events", salt="b", since=0, limit=100)["events"]
+    assert sum(len(event["block_hashes"]) for event in events if event.get("reason") == "damaged") == 7
     again.close()
 
 
@@ -126,6 +174,26 @@ def test_swap_equals_plain(isa: str, model: str, kind: str, tmp_path: Path, monk
     engine.close()
 
 
+@pytest.mark.parametrize(("seconds", "kind"), [(0.0, "swap"), (1e5, "recompute")])
+def test_the_way_back_follows_what_reading_and_computing_took(seconds: float, kind: str, tmp_path: Path) -> None:
+    """Nothing is set: a restore that took `seconds` by the clock, and the prompts that were computed, decide."""
+    options = {"num_kv_blocks": 14, "max_num_batched_tokens": 32, "watermark": 0.0, **MODELS["w4a8"]}
+    engine = tiny_engine(ISAS[-1], kv_tiers=f"disk=64MiB:{tmp_path}", **options)
+    tiers = engine._tiers
+    assert tiers is not None
+    ticks = count()
+    tiers._transfers._clock = lambda: seconds * next(ticks)
+    for number in (1, 2, 3, 1):
+        run_one(engine, prompt(90, number), GREEDY)
+        settle(engine)
+    rates = tiers._decider.rates
+    assert rates.read_bytes_per_second is not None
+    assert rates.tokens_per_second is not None
+    run(engine, {f"r{number}": prompt(20, number) for number in range(4)}, SamplingParams(max_tokens=60, ignore_eos=True))
+    assert {record.kind for record in engine.snapshot().preemption_records} == {kind}
+    engine.close()
+
+
 @everywhere
 def test_damaged_files_cost_time_and_no_bit(isa: str, model: str, tmp_path: Path) -> None:
     tokens = prompt(100)
@@ -154,6 +222,7 @@ def test_damaged_files_cost_time_and_no_bit(isa: str, model: str, tmp_path: Path
         ({"weights": "w8a8"}, None),
         ({"model": {"layers": 3}}, None),
         ({"block_size": 32}, "bf16 in blocks of 16"),
+        ({"block_size": 48}, "bf16 in blocks of 16"),
         ({"kv_cache_dtype": "f16"}, "bf16 in blocks of 16"),
         ({"isa": "portable"}, None),
     ],
@@ -179,18 +248,27 @@ def test_whatever_changes_the_bits_never_hits(change: dict[str, Any], kept_as: s
     back.close()
 
 
+def test_the_format_of_whatever_size_that_has_most_is_told(tmp_path: Path) -> None:
+    for block_size, size in ((48, 60), (80, 90), (16, 40)):
+        engine = tiny_engine("numpy", block_size=block_size, kv_tiers=f"disk=64MiB:{tmp_path}")
+        run_one(engine, prompt(100)[:size], GREEDY)
+        engine.close()
+    changed = tiny_engine("numpy", block_size=32, kv_tiers=f"disk=64MiB:{tmp_path}")
+    assert changed.ask_kv("explain", salt="", token_ids=prompt(100), plain_salt=None)["miss"] == {
+        "reason": "other_format",
+        "position": 0,
+        "would_hit": 80,
+        "kept_as": "bf16 in blocks of 80",
+    }
+    changed.close()
+
+
 def test_a_salt_is_its_own_on_the_disk_too(tmp_path: Path) -> None:
     tokens = prompt(100)
     hits = []
     for salt in ("a", "b", "a"):
         engine = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")
-        engine.add_request("one", tokens, GREEDY, cache_salt=salt)
-        usage = None
-        while engine.has_work:
-            for delta in engine.step():
-                usage = delta.usage or usage
-        assert usage is not None
-        hits.append(usage.num_disk_tokens)
+        hits.append(disk_tokens(engine, tokens, salt))
         engine.close()
     assert hits == [0, 0, 96]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from helpers.deciders import Sim
 from kvist.kv.manager import KVManager
+from kvist.kv.origins import tokens_of
 from kvist.kv.tiers import TierRates, TransferPlan
 from kvist.sched.output import SchedulerOutput
 from kvist.sched.prefetch import Prefetcher
@@ -32,8 +33,14 @@ class TieredSim(Sim):
         self.rng = random.Random(seed)
         self.latency, self.trouble = latency, trouble
         self.disk: dict[bytes, list[int | None]] = {}
+        self.about: dict[bytes, bytes] = {}
         self.under_way: list[tuple[int, TransferPlan]] = []
         self.num_filled = self.num_failed = self.num_waits = 0
+
+    def restart_from(self, old: TieredSim) -> None:
+        """Find another's disk at the start."""
+        self.disk, self.about = dict(old.disk), dict(old.about)
+        self.tier.found((name, self.about[name]) for name in self.disk)
 
     def set_rates(self, read: int | None, tokens: int | None) -> None:
         self.tier.rates = TierRates(read, tokens)
@@ -48,7 +55,8 @@ class TieredSim(Sim):
                 self.tier.lost([copy.name])
                 continue
             self.disk[copy.name] = list(self.arena.slots[copy.block_id])
-            assert None not in self.disk[copy.name]
+            self.about[copy.name] = copy.about
+            assert None not in self.disk[copy.name][: len(tokens_of(copy.about))]
             self.tier.stored([copy.name])
 
     def deliver(self, *, everything: bool = False) -> None:
@@ -90,12 +98,12 @@ class TieredSim(Sim):
         if between is not None:
             between()
         self.scheduler.update(output, sampled)
-        self.copy_out()
         for item in output.scheduled:
             request = self.requests[item.request_id]
             scored = request.max_tokens == 0 and request.num_computed_tokens == request.num_tokens
             if not request.finished and (scored or len(request.output_token_ids) == request.max_tokens > 0):
                 self.scheduler.finish(item.request_id, "length")
+        self.copy_out()
         return output
 
     def run(self, limit: int = 100_000, *, check: bool = True) -> None:

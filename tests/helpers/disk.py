@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvist.store import segments
 from kvist.store.disk import DiskStore
 from kvist.store.files import Files
 
 SIZE = 200
+ABOUT = 9
 FAST = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where a thousand small files cost no disk; None: where temporary files go."""
 KINDS = ("open", "size", "write", "read", "truncate", "sync", "sync_folder", "rename", "unlink", "names")
@@ -29,8 +31,24 @@ def payload_of(name: bytes, size: int = SIZE) -> bytes:
     return hashlib.shake_128(name).digest(size)
 
 
-def item(name: bytes, size: int = SIZE) -> tuple[bytes, memoryview]:
-    return name, memoryview(payload_of(name, size))
+def about(name: bytes) -> bytes:
+    """What is said of it: nothing of some, and of others up to ABOUT bytes."""
+    return hashlib.shake_128(name + b"?").digest(name[-1] % (ABOUT + 1))
+
+
+def item(name: bytes, size: int = SIZE) -> tuple[bytes, bytes, memoryview]:
+    return name, about(name), memoryview(payload_of(name, size))
+
+
+def record_bytes(*names: bytes) -> int:
+    return sum(segments.RECORD_HEADER + len(about(name)) + SIZE for name in names)
+
+
+def known(store: DiskStore) -> list[bytes]:
+    """The names of what can be had; asserts that what is said of each is right."""
+    records = store.records()
+    assert all(said == about(name) for name, said in records)
+    return [name for name, _ in records]
 
 
 def put(store: DiskStore, *names: bytes) -> list[bytes]:
@@ -147,7 +165,7 @@ class FaultyFiles(Files):
 
 
 def open_store(folder: Path, quota: int = 1 << 20, **more: Any) -> DiskStore:
-    return DiskStore(folder, quota, more.pop("max_payload", SIZE), **more)
+    return DiskStore(folder, quota, more.pop("max_payload", SIZE), max_about=ABOUT, **more)
 
 
 def abandon(store: DiskStore) -> None:

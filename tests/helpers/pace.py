@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kvist.engine.async_engine import AsyncEngine
@@ -60,9 +61,18 @@ def in_step(engine: AsyncEngine) -> Iterator[None]:
     """It takes a step only when all that it said before is read, and its readers wait for more."""
 
     def before() -> None:
+        def waiting() -> bool:
+            return all(
+                not stream._unread and stream._waiter and not stream._waiter.done() for stream in list(engine._streams.values())
+            )
+
         def read() -> bool:
-            streams = list(engine._streams.values())
-            return not any(stream.unread or stream._waiter is None or stream._waiter.done() for stream in streams)
+            """Asked on the loops themselves, so in no wake-up, and behind the one that may be on its way."""
+            answers = []
+            for loop in list(engine._mailboxes):
+                answers.append(answer := Future[bool]())
+                loop.call_soon_threadsafe(lambda answer=answer: answer.set_result(waiting()))
+            return all(answer.result(20) for answer in answers)
 
         wait_until(read, "its readers have read all")
 

@@ -228,6 +228,25 @@ def removed(manager: KVManager) -> list[tuple[str, int]]:
     return [(event.reason, len(event.block_hashes)) for event in events if event.kind == "removed"]
 
 
+def test_who_went_on_behind_the_second_block_of_a_content_is_copied_from() -> None:
+    """Two compute one block at once; the later one's has no name, and it is the one that goes on."""
+    manager = make_manager()
+    (first, hit), (second, other) = find(manager, "first", range(4)), find(manager, "second", range(9))
+    start(manager, first, hit)
+    start(manager, second, other)
+    assert manager.allocate(first, 4)
+    assert manager.allocate(second, 4)
+    for request in (first, second):
+        request.num_computed_tokens = 4
+        manager.commit(request)
+    assert manager.allocate(second, 4)
+    second.num_computed_tokens = 8
+    manager.commit(second)
+    _, match = find(manager, "third", [*range(6), 99])
+    assert (match.num_tokens, match.num_copied, match.copied_from) == (6, 2, (table(manager, second)[1],))
+    assert list(match.block_ids[0]) == table(manager, first)
+
+
 def test_the_last_block_of_who_ended_is_copied_until_a_whole_one_begins_with_it() -> None:
     manager = make_manager()
     manager.free(run(manager, "turn", [*range(10), 11]))

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.deciders import make_request, make_spec
+from kvist.config import MAX_BLOCK_SIZE
 from kvist.kv.block import BlockHash
 from kvist.kv.manager import KVManager
-from kvist.kv.tiers import PATIENCE, Restore, TierDecider, TierRates, name_of, parse_name, restore_is_cheaper
+from kvist.kv.origins import (
+    Origin,
+    decode_format,
+    encode_format,
+    format_of,
+    max_bytes,
+    parent_of,
+    root_of,
+    tokens_of,
+)
+from kvist.kv.tiers import PATIENCE, Restore, TierDecider, TierRates, TransferPlan, name_of, parse_name, restore_is_cheaper
 from kvist.request import Request
+from kvist.store.segments import MAX_ABOUT
 
 A, B, C = (BlockHash(bytes([number]) * 32) for number in range(3))
+
+
+ROOT = BlockHash(b"r" * 32)
+
+
+def make_tier(num_groups: int = 1) -> TierDecider:
+    return TierDecider(make_spec(*[None] * num_groups, block_size=4))
+
+
+def offer(tier: TierDecider, group: int, block_hashes: Sequence[BlockHash], block_ids: Iterable[int]) -> None:
+    tier.offer(group, ROOT, ROOT, block_hashes, block_ids, array("I", range(4 * len(block_hashes))))
+
+
+def restart(tier: TierDecider | None, plan: TransferPlan) -> None:
+    """A process finds at its start what another has written."""
+    assert tier is not None
+    tier.found((copy.name, copy.about) for copy in plan.copies)
 
 
 def test_names_say_hash_and_group() -> None:
@@ -20,47 +52,71 @@ def test_names_say_hash_and_group() -> None:
 
 
 def test_a_block_is_offered_once_while_it_is_there_or_on_its_way() -> None:
-    tier = TierDecider(2, 100)
-    tier.offer(0, [A, B], [7, 8])
-    tier.offer(0, [A], [9])
-    tier.offer(1, [A], [5])
+    tier = make_tier(2)
+    offer(tier, 0, [A, B], [7, 8])
+    offer(tier, 0, [A], [9])
+    offer(tier, 1, [A], [5])
     plan = tier.take_offers()
     assert plan is not None
     assert [(copy.block_hash, copy.group, copy.block_id) for copy in plan.copies] == [(A, 0, 7), (B, 0, 8), (A, 1, 5)]
     assert tier.take_offers() is None
     tier.stored([name_of(0, A)])
-    tier.offer(0, [A, B], [1, 2])
+    offer(tier, 0, [A, B], [1, 2])
     assert tier.take_offers() is None, "one is there, the other on its way"
     tier.lost([name_of(0, A), name_of(0, B)])
-    tier.offer(0, [A, B], [1, 2])
+    offer(tier, 0, [A, B], [1, 2])
     again = tier.take_offers()
     assert again is not None
     assert [copy.block_id for copy in again.copies] == [1, 2]
     tier.check_invariants()
 
 
-def test_who_owns_a_block_is_known_from_its_offer_or_its_return() -> None:
-    tier, root = TierDecider(1, 100), BlockHash(b"r" * 32)
-    found = name_of(0, C)
-    assert tier.stored([found]) == {C: None}, "found at the start"
-    tier.offer(0, [A, B], [7, 8], root)
-    tier.take_offers()
-    assert tier.stored([name_of(0, A)]) == {A: root}
+def test_who_owns_a_block_is_known_from_its_offer_or_from_what_the_tier_keeps_with_it() -> None:
+    tier = make_tier()
+    offer(tier, 0, [A, B], [7, 8])
+    plan = tier.take_offers()
+    assert plan is not None
+    assert tier.stored([name_of(0, A)]) == {A: ROOT}
     assert tier.stored([name_of(0, A)]) == {}, "that is no news"
-    assert tier.lost([name_of(0, A), name_of(0, B)]) == ({A: root}, {B: root}), "one is gone, the other never came"
-    plan = tier.prepare(Restore(0, 4, ((0, C),), root, [C], (0,)), [3])
-    tier.complete(plan.plan_id)
-    assert tier.lost([found]) == ({C: root}, {})
+    assert tier.lost([name_of(0, A), name_of(0, B)]) == ({A: ROOT}, {B: ROOT}), "one is gone, the other never came"
     tier.check_invariants()
+    new = make_tier()
+    restart(new, plan)
+    assert new.keeps(0, A)
+    assert new.lost([name_of(0, A), name_of(0, C)]) == ({A: ROOT}, {})
+    new.check_invariants()
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200),
+    st.binary(min_size=32, max_size=32),
+    st.binary(min_size=32, max_size=32),
+    st.sampled_from(["f32", "bf16", "fp8_e4m3"]),
+)
+def test_an_origin_comes_back_as_it_was(tokens: list[int], root: bytes, parent: bytes, kv_format: str) -> None:
+    origin = Origin(encode_format(kv_format, len(tokens)), BlockHash(root), BlockHash(parent), array("I", tokens))
+    data = origin.encode()
+    assert Origin(format_of(data), root_of(data), parent_of(data), tokens_of(data)) == origin
+    assert decode_format(format_of(data)) == (kv_format, len(tokens))
+    assert len(data) == max_bytes(len(tokens))
+
+
+def test_the_largest_block_is_told_to_a_store() -> None:
+    origin = Origin(encode_format("fp8_e4m3", MAX_BLOCK_SIZE), ROOT, A, array("I", range(MAX_BLOCK_SIZE))).encode()
+    assert len(origin) == max_bytes(MAX_BLOCK_SIZE) <= MAX_ABOUT
+    assert decode_format(format_of(origin)) == ("fp8_e4m3", MAX_BLOCK_SIZE)
 
 
 def test_names_of_other_models_are_passed_over() -> None:
-    """A folder may hold blocks of a model with more groups."""
-    tier = TierDecider(1, 100)
-    tier.stored([name_of(5, A), name_of(0, B)])
+    """A folder may hold blocks of a model with more groups, and of other formats."""
+    tier = make_tier()
+    more = Origin(encode_format("f32", 48), ROOT, ROOT, array("I", range(4))).encode()
+    own = Origin(encode_format("bf16", 4), ROOT, ROOT, array("I", range(4))).encode()
+    tier.found([(name_of(5, A), more), (name_of(0, B), own)])
     tier.lost([name_of(5, A)])
     assert not tier.keeps(0, A)
     assert tier.keeps(0, B)
+    assert sorted(tier.formats, reverse=True) == [("f32", 48), ("bf16", 4)]
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**7), st.integers(0, 10**12), st.integers(1, 10**6))
@@ -76,9 +132,9 @@ def test_what_was_never_measured_is_tried() -> None:
 
 
 def test_after_many_refusals_one_is_tried() -> None:
-    tier = TierDecider(1, 1000)
+    tier = make_tier()
     tier.rates = TierRates(read_bytes_per_second=1, tokens_per_second=1000)
-    restore = Restore(0, 16, ((0, A),), A, [A], (0,))
+    restore = Restore(0, 16, ((0, A),), ROOT, (ROOT,), [A], 1)
     assert [tier.is_worth_it(restore) for _ in range(2 * PATIENCE)] == [*[False] * (PATIENCE - 1), True] * 2
     assert tier.num_refused == 2 * (PATIENCE - 1)
     tier.rates = TierRates(read_bytes_per_second=10**9, tokens_per_second=1000)
@@ -103,8 +159,7 @@ def test_a_restore_lengthens_the_hit_by_what_the_device_lacks() -> None:
     assert len(plan.copies) == 2 * 4
     manager.free(first)
     other = KVManager(make_spec(None, 8, block_size=4), 40, watermark=0.0, tiered=True)
-    assert other.tier is not None
-    other.tier.stored(copy.name for copy in plan.copies)
+    restart(other.tier, plan)
     request = make_request("again", range(20))
     other.add(request)
     match = other.match(request)
@@ -112,7 +167,7 @@ def test_a_restore_lengthens_the_hit_by_what_the_device_lacks() -> None:
     assert restore is not None
     # The windowed group needs the last two blocks alone: a row at 16 sees 9 to 16.
     assert (restore.start, restore.stop, [group for group, _ in restore.missing]) == (0, 16, [0, 0, 0, 1, 0, 1])
-    filling = other.prepare_restore(restore, match)
+    filling = other.prepare_restore(request, restore, match)
     assert filling is not None
     assert other.num_free_blocks == 34
     assert sorted(other.tier.pinned()) == sorted(copy.block_id for copy in filling.copies)
@@ -133,13 +188,12 @@ def test_a_restore_that_fails_in_part_gives_what_came() -> None:
     plan = manager.tier.take_offers()
     assert plan is not None
     other = KVManager(make_spec(block_size=4), 10, watermark=0.0, tiered=True)
-    assert other.tier is not None
-    other.tier.stored(copy.name for copy in plan.copies)
+    restart(other.tier, plan)
     request = make_request("again", range(17))
     other.add(request)
     restore = other.restorable(request, other.match(request))
     assert restore is not None
-    filling = other.prepare_restore(restore, other.match(request))
+    filling = other.prepare_restore(request, restore, other.match(request))
     assert filling is not None
     other.complete_restore(filling.plan_id, [True, True, False, True])
     assert other.match(request).num_tokens == 8
@@ -153,17 +207,17 @@ def test_a_hit_on_the_device_is_not_evicted_for_its_own_continuation() -> None:
     short = make_request("short", range(9))
     computed(manager, short)
     manager.free(short)
-    names = [name_of(0, BlockHash(bytes(32)))]
     long = make_request("long", range(21))
     manager.add(long)
     assert manager.match(long).num_tokens == 8
     hashes = manager._records["long"].hashes
-    manager.tier.stored([*names, *(name_of(0, block_hash) for block_hash in hashes[2:])])
+    origin = Origin(encode_format("bf16", 4), ROOT, ROOT, array("I", range(4)))
+    manager.tier.found((name_of(0, block_hash), origin.encode()) for block_hash in hashes[2:])
     match = manager.match(long)
     restore = manager.restorable(long, match)
     assert restore is not None
     assert (restore.start, restore.stop) == (8, 20)
-    plan = manager.prepare_restore(restore, match)
+    plan = manager.prepare_restore(long, restore, match)
     assert plan is not None
     assert manager.match(long).num_tokens == 8, "three of the five blocks were taken, and not these two"
     manager.complete_restore(plan.plan_id, [True] * 3)
@@ -177,7 +231,7 @@ def test_prompt_scores_restore_nothing() -> None:
     computed(manager, first)
     plan = manager.tier.take_offers()
     assert plan is not None
-    manager.tier.stored(copy.name for copy in plan.copies)
+    restart(manager.tier, plan)
     scored = make_request("scored", range(17), prompt_logprobs=0)
     manager.add(scored)
     assert manager.restorable(scored, manager.match(scored)) is None

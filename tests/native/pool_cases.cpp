@@ -5,6 +5,9 @@
 #include <set>
 #include <thread>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -97,6 +100,23 @@ void items_flush_subnormals() {
 #endif
 }
 
+// Workers stay on the processor that they are bound to; what is no processor is told of.
+void workers_are_bound() {
+#if defined(__linux__)
+  const int cpu = sched_getcpu();
+  ThreadPool pool(3, {cpu});
+  check(pool.bound(), "workers are not bound to processor %d", cpu);
+  std::vector<int> seen(300, cpu);
+  pool.run(300, [&](long item, int thread) {
+    if (thread > 0) seen[static_cast<size_t>(item)] = sched_getcpu();
+  });
+  for (const int found : seen) check(found == cpu, "a worker bound to processor %d runs on %d", cpu, found);
+  ThreadPool nowhere(2, {-1}), beyond(2, {CPU_SETSIZE});
+  check(!nowhere.bound() && !beyond.bound(), "workers are bound to no processor");
+  run_once(nowhere, 9);
+#endif
+}
+
 }  // namespace
 
 void pool_cases(Digest&) {
@@ -106,6 +126,7 @@ void pool_cases(Digest&) {
   all_threads_take_part();
   shares_are_taken_over();
   items_flush_subnormals();
+  workers_are_bound();
 }
 
 }  // namespace native_test

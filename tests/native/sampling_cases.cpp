@@ -126,6 +126,23 @@ void draws_are_those_of_sorting(Digest& digest) {
   }
 }
 
+// As large as those of real models: 64 of the largest tokens are enough, then 512 of them; then the 64 weigh too little to go on.
+void nuclei_of_a_large_vocabulary(Digest& digest) {
+  constexpr int n = 33001;
+  Chance chance(14);
+  ThreadPool pool(1);
+  SamplingScratch scratch[1];
+  const std::vector<float> logits = chance.floats(n, 30.0f);
+  for (const uint64_t parts : {16, 4, 2}) {
+    SampleRow row{chance.bits(), 0, chance.bits(), kWhole / parts, 1.0f, -kInf, 0, 0};
+    const int expected = Sorted(logits, 1.0f).draw(row);
+    std::vector<int32_t> id(1), outcome(1);
+    sample(pool, scratch, logits.data(), n, {&row, 1, {-1}, {}}, id.data(), outcome.data());
+    check(outcome[0] == 0 && id[0] == expected, "a 1/%d of %d tokens gives %d, not %d", static_cast<int>(parts), n, id[0], expected);
+    digest.add(static_cast<uint32_t>(id[0]));
+  }
+}
+
 void adjusted_rows_keep_to_their_mask(Digest& digest) {
   Chance chance(12);
   ThreadPool pool(2);
@@ -209,6 +226,7 @@ void scores_are_those_of_sorting(Digest& digest) {
 
 void sampling_cases(Digest& digest) {
   draws_are_those_of_sorting(digest);
+  nuclei_of_a_large_vocabulary(digest);
   adjusted_rows_keep_to_their_mask(digest);
   rows_without_a_number_say_so();
   scores_are_those_of_sorting(digest);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
@@ -11,14 +12,15 @@ from test_sched_machine import SchedulerMachine, alone
 
 from helpers.deciders_tier import TieredSim
 from kvist.kv.hints import KVHints
-from kvist.request import Request
+from kvist.kv.origins import tokens_of
+from kvist.request import Request, RequestStatus
+from kvist.sched.prefetch import MAX_PLANS
 
 
 def restarted(old: TieredSim, **options: object) -> TieredSim:
     """An engine with an empty pool and the old one's disk."""
     new = TieredSim(num_blocks=old.manager.num_blocks, block_size=old.spec.block_size, **options)  # type: ignore[arg-type]
-    new.disk = dict(old.disk)
-    new.tier.stored(new.disk)
+    new.restart_from(old)
     return new
 
 
@@ -29,14 +31,14 @@ def test_a_restart_hits_and_says_so() -> None:
     new = restarted(sim, latency=3)
     again = new.generate("again", range(30), 3)
     assert again.output_token_ids == first.output_token_ids
-    assert (again.num_cached_tokens, again.num_disk_tokens) == (28, 28)
-    assert new.num_filled == 7
+    # Seven whole blocks, and the first token of the eighth.
+    assert (again.num_cached_tokens, again.num_disk_tokens) == (29, 29)
+    assert new.num_filled == 8
     assert new.num_waits > 0, "it waited for the disk"
     third = new.generate("third", range(30), 3)
-    # "again" filled an eighth block, whose first token the third prompt shares besides.
     assert (third.num_cached_tokens, third.num_disk_tokens) == (29, 0), "now it is on the device"
     stats = new.scheduler.stats()
-    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens) == (60, 57, 28)
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_disk_tokens) == (60, 58, 29)
 
 
 def test_salts_do_not_share_a_disk() -> None:
@@ -44,7 +46,49 @@ def test_salts_do_not_share_a_disk() -> None:
     sim.generate("first", range(30), 1, salt="a")
     new = restarted(sim)
     assert new.generate("other", range(30), 1, salt="b").num_cached_tokens == 0
-    assert new.generate("same", range(30), 1, salt="a").num_disk_tokens == 28
+    assert new.generate("same", range(30), 1, salt="a").num_disk_tokens == 29
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6, 6), (6,)])
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        (range(23), 22),
+        ([*range(23), 90, 91], 23),
+        ([*range(22), 90, 91], 22),
+        ([*range(21), 90, 91], 21),
+        ([*range(20), 90, 91], 20),
+        ([90, 91], 0),
+        ([0, 1, 2], 2),
+    ],
+)
+def test_the_last_block_of_who_has_ended_comes_back_as_far_as_it_begins_alike(
+    windows: tuple[int | None, ...], prompt: Sequence[int], found: int
+) -> None:
+    """23 tokens were computed, 3 of them in the last block. A block is read for half of it, with the next
+    token, which is computed."""
+    sim = TieredSim(*windows, num_blocks=60, block_size=4)
+    sim.generate("first", range(23), 1)
+    new = TieredSim(*windows, num_blocks=60, block_size=4)
+    new.restart_from(sim)
+    request = new.generate("again", prompt, 3)
+    assert (request.num_cached_tokens, request.num_disk_tokens) == (found, found)
+    assert request.output_token_ids == alone(request, windows)
+    new.scheduler.check_invariants()
+    once_more = new.generate("more", prompt, 3)
+    assert (once_more.num_cached_tokens, once_more.num_disk_tokens) == (len(prompt) - 1, 0)
+
+
+def test_a_last_block_that_is_damaged_costs_nothing_else() -> None:
+    sim = TieredSim(num_blocks=60, block_size=4)
+    sim.generate("first", range(23), 1)
+    new = TieredSim(num_blocks=60, block_size=4)
+    new.restart_from(sim)
+    (tail,) = (name for name, about in new.about.items() if len(tokens_of(about)) == 3)
+    del new.disk[tail]
+    request = new.generate("again", range(23), 3)
+    assert (request.num_cached_tokens, request.num_disk_tokens, new.num_failed) == (20, 20, 1)
+    assert request.output_token_ids == alone(request, (None,))
 
 
 def test_two_that_wait_for_one_prefix_read_it_once() -> None:
@@ -53,8 +97,8 @@ def test_two_that_wait_for_one_prefix_read_it_once() -> None:
     new = restarted(sim, latency=4)
     one, two = (new.add(name, [*range(29), number], 2) for number, name in enumerate(["one", "two"]))
     new.run()
-    assert new.num_filled == 7
-    assert (one.num_disk_tokens, two.num_cached_tokens, two.num_disk_tokens) == (28, 28, 0)
+    assert new.num_filled == 8
+    assert (one.num_disk_tokens, two.num_cached_tokens, two.num_disk_tokens) == (29, 29, 0)
 
 
 def test_a_slow_disk_is_waited_for_as_long_as_computing_takes() -> None:
@@ -67,11 +111,11 @@ def test_a_slow_disk_is_waited_for_as_long_as_computing_takes() -> None:
     request = new.add("late", range(30), 2)
     for _ in range(6):
         new.step()
-    # 28 tokens at 7 a second, and a step is a second here.
-    assert [output.empty for output in new.outputs] == [True] * 4 + [False] * 2
+    # 29 tokens at 7 a second, and a step is a second here.
+    assert [output.empty for output in new.outputs] == [True] * 5 + [False]
     assert request.num_cached_tokens == 0
     new.run()
-    assert new.num_filled == 7, "the plan goes on, and its blocks are given back"
+    assert new.num_filled == 8, "the plan goes on, and its blocks are given back"
     assert new.manager.num_free_blocks == 40
     new.scheduler.check_invariants()
 
@@ -81,9 +125,8 @@ def test_restores_that_hold_all_free_blocks_are_waited_for_even_alone() -> None:
     sim = TieredSim(num_blocks=24, block_size=4)
     sim.generate("one", range(30), 1)
     sim.generate("two", range(50, 80), 1)
-    new = TieredSim(num_blocks=12, block_size=4)
-    new.disk = dict(sim.disk)
-    new.tier.stored(new.disk)
+    new = TieredSim(num_blocks=13, block_size=4)
+    new.restart_from(sim)
     new.generate("pin", range(5), 1, kv=KVHints(pin=True))
     new.set_rates(10**9, 7)
     new.latency = 10**6
@@ -94,7 +137,7 @@ def test_restores_that_hold_all_free_blocks_are_waited_for_even_alone() -> None:
     assert (new.manager.num_pinned_blocks, new.manager.num_free_blocks) == (1, 0)
     new.deliver(everything=True)
     new.run()
-    assert (late.num_cached_tokens, other.num_cached_tokens) == (28, 16), "the last block of one went to the other"
+    assert (late.num_cached_tokens, other.num_cached_tokens) == (29, 16), "the last block of one went to the other"
 
 
 def test_computing_is_chosen_where_it_is_cheaper() -> None:
@@ -125,6 +168,45 @@ def test_preemption_takes_the_cheaper_way_and_leaves_a_record(read: int | None, 
         assert 0 < record.num_tokens_found <= record.num_tokens or kind == "recompute"
     assert sim.scheduler.stats().num_swaps == (len(records) if kind == "swap" else 0)
     assert (sim.num_filled > 0) == (kind == "swap")
+
+
+@pytest.mark.parametrize("latency", [0, 2])
+def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(latency: int) -> None:
+    """Those that run grow into all that is free: what is brought back too early is lost to them before its request is admitted."""
+    sim = TieredSim(num_blocks=48, max_num_batched_tokens=512, latency=latency)
+    sim.set_rates(10**9, 5)
+    requests = [sim.add(f"r{number}", [100 * number + at for at in range(60)], 250) for number in range(8)]
+    sim.run(check=False)
+    records = sim.scheduler.preemptions()
+    assert len(records) > 5
+    assert sum(record.num_tokens for record in records) > 1000
+    for record in records:
+        assert record.kind == "swap"
+        assert record.num_tokens - record.num_tokens_found < 16, "all whole blocks were found"
+    # On the device or in the tier; none was read twice.
+    assert sim.num_filled <= sum(record.num_tokens_found // 16 for record in records)
+    for request in requests:
+        assert request.output_token_ids == alone(request, (None,))
+
+
+def test_blocks_that_are_lost_before_admission_are_brought_a_few_times_and_then_computed() -> None:
+    sim = TieredSim(num_blocks=40, block_size=4)
+    sim.generate("first", range(30), 1)
+    new = restarted(sim, latency=0)
+    new.set_rates(10**9, 1)
+    request = new.add("again", range(30), 2)
+    new.step()
+    for _ in range(MAX_PLANS + 1):
+        assert request.status is RequestStatus.WAITING
+        new.deliver(everything=True)
+        new.manager.keeper.flush(None)
+        new.step()
+        if new.outputs[-1].scheduled:
+            break
+    assert new.num_filled == MAX_PLANS * 8
+    assert request.num_cached_tokens == 0
+    new.run()
+    assert request.output_token_ids == alone(request, (None,))
 
 
 def test_nobody_runs_to_and_fro() -> None:

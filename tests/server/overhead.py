@@ -61,11 +61,14 @@ def sleeping_engine(step_seconds: float) -> Any:
                 state[0] += 1
                 count, budget = state
                 last = count == budget
-                usage = RequestUsage(20, 0, count) if last else None
                 word = WORDS[count % len(WORDS)]
-                deltas.append(OutputDelta(request_id, 0, word, (count,), finish_reason="length" if last else None, usage=usage))
                 if last:
                     del self.given[request_id]
+                    usage = RequestUsage(20, 0, count)
+                    deltas.append(OutputDelta(request_id, 0, word, (count,), finish_reason="length", usage=usage))
+                else:  # made as the engine makes them
+                    fields = (request_id, 0, word, (count,), None, None, None, None, None, None, ())
+                    deltas.append(tuple.__new__(OutputDelta, fields))
             return deltas
 
     return SleepingEngine(tiny_loaded(model={"context": 1 << 14}, num_kv_blocks=1 << 11))

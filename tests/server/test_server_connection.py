@@ -250,7 +250,7 @@ def test_a_body_that_does_not_end_is_not_waited_for(beginning: bytes, monkeypatc
     monkeypatch.setattr(bodies, "READ_SECONDS", 0.2)
     with serving(FakeEngine()) as server:
         connection = server.connect()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + beginning)
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + beginning)
         answer = rest(connection)
         assert answer.startswith(b"HTTP/1.1 408")
         assert b'"code":"timeout"' in answer
@@ -323,8 +323,8 @@ def flood(connection: socket.socket, pieces: Iterator[bytes]) -> tuple[int, byte
         (b"GET /health HTTP/1.1\r\n", b"a" * 1000, b"HTTP/1.1 431"),
         (b"GET /health HTTP/1.1\r\nX: ", b"a" * 1000, b"HTTP/1.1 431"),
         (b"GET /health HTTP/1.1\r\n", b"X: a\r\n" * 100, b"HTTP/1.1 431"),
-        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5;x=", b"a" * 1000, b""),
-        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", b"X: a\r\n" * 100, b""),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5;x=", b"a" * 1000, b""),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n", b"X: a\r\n" * 100, b""),
     ],
 )
 def test_what_is_no_body_has_a_limit(begin: bytes, piece: bytes, answer: bytes) -> None:
@@ -351,14 +351,14 @@ def test_requests_sent_ahead_are_answered_in_their_order_and_bounded(server: Ser
     asked: list[dict[str, Any]] = [{"prompt": f"twig {i}", "max_tokens": 200} for i in range(10)]
     plain = [httpx.post(server.url + COMPLETIONS, json=body).json()["choices"][0]["text"] for body in asked]
     connection.sendall(
-        b"".join(request(COMPLETIONS, body) for body in asked) + b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"
+        b"".join(request(COMPLETIONS, body) for body in asked) + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     )
     answers = rest(connection).split(b"HTTP/1.1 200 OK")[1:]
     texts = [json.loads(answer.split(b"\r\n\r\n", 1)[1])["choices"][0]["text"] for answer in answers[:-1]]
     assert texts == plain
     assert b'"ok"' in answers[-1]
     many = server.connect()
-    sent, _ = flood(many, iter(lambda: b"GET /health HTTP/1.1\r\n\r\n" * 1000, None))
+    sent, _ = flood(many, iter(lambda: b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 1000, None))
     assert sent < 10_000_000
 
 

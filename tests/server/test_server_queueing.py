@@ -131,7 +131,7 @@ def send(server: ServerThread, body: dict[str, Any]) -> socket.socket:
 def test_a_full_queue_answers_429_and_lets_others_through_later() -> None:
     engine = FakeEngine(config=config(max_num_seqs=2))
     with (
-        serving(engine, ServerOptions(max_queued_requests=1, max_queued_tokens=100)) as server,
+        serving(engine, ServerOptions(warm_up=False, max_queued_requests=1, max_queued_tokens=100)) as server,
         httpx.Client(base_url=server.url, timeout=30) as client,
         engine.held(),
     ):

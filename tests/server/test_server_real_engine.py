@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,9 +16,11 @@ from server_sse import CHAT, COMPLETIONS, check_stream, error_of, stream, text_o
 from helpers.pace import gathering, in_step
 from helpers.tiny_engine import ISAS, tiny_engine
 from kvist.engine.async_engine import AsyncEngine
+from kvist.server import warmup
 from kvist.server.connection import Connection
 from kvist.server.keys import make_key
 from kvist.server.options import ServerOptions
+from kvist.server.sse import EventStream
 
 
 @pytest.fixture(scope="module")
@@ -85,29 +87,70 @@ def test_thirty_two_streams_at_once_equal_their_plain_runs(real_server: ServerTh
         assert text_of(chunks) == expected
 
 
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
+    """What is written at once, and what by the responses' tasks."""
+    at_once: list[str] = []
+    by_tasks: list[str] = []
+    write_piece, write = Connection.write_piece, EventStream.write
+
+    def writing(self: Connection, piece: str) -> None:
+        at_once.append(piece)
+        write_piece(self, piece)
+
+    async def writing_slowly(self: EventStream, texts: Iterable[str]) -> None:
+        by_tasks.append("".join(texts))
+        await write(self, [by_tasks[-1]])
+
+    monkeypatch.setattr(Connection, "write_piece", writing)
+    monkeypatch.setattr(EventStream, "write", writing_slowly)
+    return at_once, by_tasks
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_chunks_in_mid_answer_are_written_at_once(
-    real_engine: AsyncEngine, real: httpx.Client, path: str, monkeypatch: pytest.MonkeyPatch
+    real_engine: AsyncEngine,
+    real: httpx.Client,
+    path: str,
+    n: int,
+    full: bool,
+    written: tuple[list[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a task that is woken for each; the stream is the same."""
-    pieces: list[bytes] = []
-    write = Connection.write_piece
+    """Without a task that is woken for each; the stream is the same. Where the client has not taken what was written, the task
+    waits for it with the next, and then all goes on as before."""
+    at_once, by_tasks = written
+    write_piece = Connection.write_piece
 
-    def writing(self: Connection, piece: bytes) -> None:
-        pieces.append(piece)
-        write(self, piece)
+    def filling(self: Connection, piece: str) -> None:
+        write_piece(self, piece)
+        if full and len(at_once) == 5:
+            self.pause_writing()
+            take_all(self)
+
+    def take_all(connection: Connection) -> None:
+        (stream,) = real_engine._streams.values()
+        if stream._waiter is not None and stream._waiter.done():
+            connection.resume_writing()
+        else:
+            connection.loop.call_later(0.01, take_all, connection)
 
     prompt = {"messages": [{"role": "user", "content": "hello the win"}]} if path == CHAT else {"prompt": "hello the win"}
-    body = {**prompt, "n": 2, "seed": 7, "temperature": 1.5, "max_tokens": 20, "ignore_eos": True}
+    body = {**prompt, "n": n, "seed": 7, "temperature": 1.5, "max_tokens": 20, "ignore_eos": True}
     whole = answer(real, body, path)["choices"]
-    monkeypatch.setattr(Connection, "write_piece", writing)
+    monkeypatch.setattr(Connection, "write_piece", filling)
     with in_step(real_engine):
         chunks = stream(real, path, body | {"stream_options": {"include_usage": True}})
-    check_stream(chunks, path, 2)
-    assert [text_of(chunks, i) for i in range(2)] == [c["message"]["content"] if path == CHAT else c["text"] for c in whole]
-    assert chunks[-1]["usage"]["completion_tokens"] == 40
-    assert len(pieces) == 18, "all steps but the first and the last"
-    assert all(piece.startswith(b"data: {") and piece.endswith(b"\n\n") for piece in pieces)
+    check_stream(chunks, path, n)
+    assert [text_of(chunks, i) for i in range(n)] == [c["message"]["content"] if path == CHAT else c["text"] for c in whole]
+    assert chunks[-1]["usage"]["completion_tokens"] == 20 * n
+    # The first step, the last, and what closes the stream; what came to a full client, up to the first that brought text.
+    assert 3 < len(by_tasks) < 7 if full else len(by_tasks) == 3
+    assert 9 < len(at_once) <= 21 - len(by_tasks), "all others that bring text"
+    assert sum(text.count("data: ") for text in (*by_tasks, *at_once)) == len(chunks) + 1
+    assert all(piece.startswith("data: {") and piece.endswith("\n\n") for piece in at_once)
 
 
 def test_stop_strings_cut_exactly(real: httpx.Client) -> None:
@@ -307,14 +350,26 @@ def test_the_openai_client_talks_to_the_real_engine(real_server: ServerThread, r
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_form_that_takes_too_long_is_the_clients_mistake(real: httpx.Client, streamed: bool) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "guided_regex": "x{110000}", "stream": streamed}
-    error = error_of(real.post(CHAT, json=body), 400)
-    assert error["param"] == "guided_regex"
+    wide = f"x{{5}}({'|'.join(f'[yz]{{{n}}}a' for n in range(1, 3000))})"
+    body = {"messages": [{"role": "user", "content": "x"}], "guided_regex": wide, "stream": streamed}
+    response = real.post(CHAT, json=body)
+    error = json.loads(response.text.rstrip().rpartition("data: ")[2])["error"] if streamed else error_of(response, 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", "guided_regex")
     assert "cannot be followed" in error["message"]
 
 
-def test_the_first_completion_makes_the_tables_of_forms_too() -> None:
+def test_the_tables_of_forms_are_made_unasked_behind_the_start() -> None:
     engine = AsyncEngine(tiny_engine(ISAS[-1]))
     with serving(engine, ServerOptions()) as server, httpx.Client(base_url=server.url) as client:
         assert client.get("/ready").status_code == 200
-        assert engine._engine.forms.grammars.num_kept == 1
+        wait_until(lambda: engine._engine.forms.grammars.num_kept == 1, "the first form is compiled")
+        wait_until(lambda: engine.snapshot().generated_tokens == 2, "and a token drawn by it")
+
+
+def test_a_server_that_ends_before_its_tables_are_made_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "FORMS_AFTER_SECONDS", 60)
+    engine = AsyncEngine(tiny_engine(ISAS[-1]))
+    with serving(engine, ServerOptions()) as server:
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert engine.health is not None
+    assert engine._engine.forms.grammars.num_kept == 0

@@ -76,7 +76,7 @@ def test_a_prompt_of_a_thousand_tokens_is_computed_once(tmp_path: Path, end: sig
             # Steps publish what was stored; a short request takes one.
             def all_stored() -> bool:
                 client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 1})
-                return stored(client) >= 62
+                return stored(client) >= 63
 
             wait_until(all_stored, "all of the prompt's blocks are on the disk")
     with serving(tmp_path, signal.SIGTERM) as (client, said):
@@ -84,9 +84,11 @@ def test_a_prompt_of_a_thousand_tokens_is_computed_once(tmp_path: Path, end: sig
         second = complete(client)
         assert second["choices"][0]["text"] == first["choices"][0]["text"]
         usage = second["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == 992
-        assert usage["kvist"]["prompt_tokens_by_source"] == {"computed": 8, "prefix_hit": 0, "disk_hit": 992}
-        assert 'kvist:prompt_tokens_total{source="disk_hit"} 992.0' in client.get("/metrics").text
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 999
+        assert usage["kvist"]["prompt_tokens_by_source"] == {"computed": 1, "prefix_hit": 0, "disk_hit": 999}
+        assert 'kvist:prompt_tokens_total{source="disk_hit"} 999.0' in client.get("/metrics").text
+        rates = dict(re.findall(r'kvist:tier_rates{kind="(\w+)",tier="disk"} (\S+)', client.get("/metrics").text))
+        assert float(rates["read_bytes_per_second"]) > 0
         refused, words = start(tmp_path)
         assert refused.wait(60) == 2
         assert "in use by another kvist" in "\n".join(words)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 
-from helpers.disk import SIZE, abandon, get, item, names, open_store, payload_of, put
+from helpers.disk import ABOUT, abandon, about, get, item, known, names, open_store, payload_of, put, record_bytes
 from kvist.config import SyncPolicy
 from kvist.errors import ConfigError
 from kvist.store import segments
@@ -33,7 +36,7 @@ def test_what_is_put_is_got(tmp_path: Path, sync: SyncPolicy) -> None:
     store = open_store(tmp_path, sync=sync)
     assert put(store, b"a", b"b") == [b"a", b"b"]
     assert get(store, b"b", b"missing", b"a") == [True, False, True]
-    assert sorted(store.names()) == [b"a", b"b"]
+    assert sorted(known(store)) == [b"a", b"b"]
     stats = store.stats()
     assert (stats.stored_blocks, stats.loaded_blocks, stats.num_blocks, stats.num_segments) == (2, 2, 2, 1)
     assert stats.used_bytes == folder_bytes(tmp_path)
@@ -44,7 +47,7 @@ def test_what_is_put_is_got(tmp_path: Path, sync: SyncPolicy) -> None:
 def test_a_name_is_kept_once(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert put(store, b"a") == put(store, b"a") == [b"a"]
-    assert store.stats().used_bytes == segments.SEGMENT_HEADER + segments.RECORD_HEADER + SIZE
+    assert store.stats().used_bytes == segments.SEGMENT_HEADER + record_bytes(b"a")
     store.close()
 
 
@@ -76,13 +79,14 @@ def test_a_torn_tail_is_cut_off_at_every_length(tmp_path: Path) -> None:
     abandon(store)
     path = tmp_path / "000000000001.open"
     whole = path.read_bytes()
-    record = segments.RECORD_HEADER + SIZE
+    ends = [segments.SEGMENT_HEADER + record_bytes(*names(count)) for count in range(4)]
     for length in range(0, len(whole) + 1, 19):
         path.write_bytes(whole[:length])
         again = open_store(tmp_path)
-        kept = max(0, length - segments.SEGMENT_HEADER) // record
+        kept = sum(end <= length for end in ends[1:])
         assert get(again, *names(3)) == [number < kept for number in range(3)]
-        assert again.stats().damaged_blocks == (length != segments.SEGMENT_HEADER + kept * record)
+        assert known(again) == names(kept)
+        assert again.stats().damaged_blocks == (length != ends[kept])
         put(again, b"after")
         again.close()
         last = open_store(tmp_path)
@@ -103,21 +107,21 @@ def test_any_flipped_byte_is_a_miss_and_the_others_stay(tmp_path: Path, sealed: 
         abandon(store)
     path = next(tmp_path.glob("0*"))
     whole = path.read_bytes()
-    record = segments.RECORD_HEADER + SIZE
+    ends = [segments.SEGMENT_HEADER + record_bytes(*names(count)) for count in range(4)]
     for at in range(3, len(whole), 23):
         damaged = bytearray(whole)
         damaged[at] ^= 0x40
         path.write_bytes(damaged)
         again = open_store(tmp_path)
         hits = get(again, *names(3))
-        place = (at - segments.SEGMENT_HEADER) // record
+        place = sum(end <= at for end in ends[1:])
         if at < segments.SEGMENT_HEADER:
             assert hits == [False] * 3
         elif place < 3:
             assert not hits[place]
             assert all(hits[:place])
             # A damaged payload is passed over; behind a damaged header of a torn segment nothing can be found.
-            in_header = (at - segments.SEGMENT_HEADER) % record < segments.RECORD_HEADER
+            in_header = at - ends[place] < segments.RECORD_HEADER
             assert all(hits[place + 1 :]) or (in_header and not sealed)
             assert again.stats().damaged_blocks == 1
             assert not get(again, names(3)[place])[0]
@@ -147,10 +151,13 @@ def test_damage_while_it_is_served_is_dropped_and_told(tmp_path: Path) -> None:
 
 def test_a_record_moved_to_another_name_is_not_served(tmp_path: Path) -> None:
     header = segments.record_header(*item(b"a"))
-    assert segments.payload_is_intact(header, b"a", memoryview(payload_of(b"a")))
-    assert not segments.payload_is_intact(header, b"b", memoryview(payload_of(b"a")))
-    assert not segments.payload_is_intact(header, b"a", memoryview(payload_of(b"b")))
-    assert not segments.payload_is_intact(header, b"a", memoryview(payload_of(b"a")[:-1]))
+    said, payload = about(b"a"), memoryview(payload_of(b"a"))
+    assert segments.record_is_intact(header, b"a", said, payload)
+    assert not segments.record_is_intact(header, b"b", said, payload)
+    assert not segments.record_is_intact(header, b"a", said, memoryview(payload_of(b"b")))
+    assert not segments.record_is_intact(header, b"a", said, payload[:-1])
+    assert not segments.record_is_intact(header, b"a", said[:-1] + b"?", payload)
+    assert not segments.record_is_intact(header, b"a", said[:-1], payload)
 
 
 def test_whole_segments_go_within_the_quota_least_recently_used_first(tmp_path: Path) -> None:
@@ -163,16 +170,16 @@ def test_whole_segments_go_within_the_quota_least_recently_used_first(tmp_path: 
         assert set(gone.values()) <= {"evicted"}
         assert folder_bytes(tmp_path) == store.stats().used_bytes <= SMALL
         assert get(store, b"n0") == [True]
-    together = [name for name in store.names() if store._index[name][0] is store._index[b"n0"][0]]
+    together = [name for name in known(store) if store._index[name][0] is store._index[b"n0"][0]]
     assert together == names(300)[: len(together)], "the segment that is read all the time stays, whatever else is in it"
     assert 1 < len(together) < 10
     assert lost == names(300)[len(together) : len(together) + len(lost)], "all others go in the order in which they came"
-    assert sorted(store.names()) == sorted([*together, *names(300)[len(together) + len(lost) :]])
+    assert sorted(known(store)) == sorted([*together, *names(300)[len(together) + len(lost) :]])
     assert store.stats().evicted_blocks > 200
     store.close()
     assert folder_bytes(tmp_path) <= SMALL
     again = open_store(tmp_path, SMALL)
-    assert all(get(again, *again.names()))
+    assert all(get(again, *known(again)))
     assert again.stats().num_blocks > 30
     again.close()
 
@@ -185,7 +192,7 @@ def test_a_smaller_quota_removes_at_the_start(tmp_path: Path) -> None:
     assert folder_bytes(tmp_path) <= SMALL
     assert 30 < again.stats().num_blocks < 80
     assert again.take_lost() == {}
-    assert all(get(again, *again.names()))
+    assert all(get(again, *known(again)))
     again.close()
 
 
@@ -216,24 +223,41 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "file")
 
 
-def test_another_format_never_hits_and_other_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def first_format(name: bytes, payload: bytes) -> bytes:
+    """A segment that said nothing of its records."""
+
+    def sealed(fields: bytes) -> bytes:
+        return fields + struct.pack("<I", zlib.crc32(fields))
+
+    digest = hashlib.sha256(struct.pack("<II", len(name), len(payload)) + name + payload).digest()[:16]
+    header = sealed(b"kvistseg" + struct.pack("<I", 1))
+    record = sealed(struct.pack("<4sII64s16s", b"kvrc", len(name), len(payload), name, digest)) + payload
+    body = struct.pack("<BQI", len(name), len(header), len(payload)) + name
+    trailer = struct.pack("<QQ16s8s", len(header + record), len(body), hashlib.sha256(body).digest()[:16], b"kvistidx")
+    return header + record + body + sealed(trailer)
+
+
+def test_another_format_never_hits_and_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("stays")
-    store = open_store(tmp_path)
-    put(store, b"a")
-    store.close()
-    monkeypatch.setattr(segments, "FORMAT_VERSION", 2)
+    whole = first_format(b"a", payload_of(b"a"))
+    (tmp_path / "000000000007.seg").write_bytes(whole)
+    (tmp_path / "000000000008.open").write_bytes(whole[:-150])
     told: list[str] = []
     again = open_store(tmp_path, warn=told.append)
-    assert again.names() == []
+    assert known(again) == []
     assert len(told) == 1
-    assert "1 segments of another format" in told[0]
+    assert "2 segments of another version's format" in told[0]
+    assert again.stats().foreign_segments == 2
+    assert (again.stats().found_blocks, again.stats().damaged_blocks) == (0, 0)
+    assert get(again, b"a") == [False]
+    put(again, b"a")
     again.close()
-    assert files_of(tmp_path) == ["mine.txt"]
+    assert files_of(tmp_path) == ["000000000009.seg", "mine.txt"]
 
 
 def test_payloads_of_other_sizes_live_side_by_side(tmp_path: Path) -> None:
     """A folder may have served a model with larger blocks before."""
-    large = DiskStore(tmp_path, 1 << 20, 5000)
+    large = DiskStore(tmp_path, 1 << 20, 5000, max_about=ABOUT)
     large.put([item(b"big", 5000)])
     abandon(large)
     small = open_store(tmp_path)

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from helpers.disk import SIZE, get, open_store, payload_of
+from helpers.disk import SIZE, get, known, open_store, payload_of
 
 WORKER = """
 import sys, threading
 from pathlib import Path
-from helpers.disk import get, open_store, put
+from helpers.disk import get, known, open_store, put
 store = open_store(Path(sys.argv[1]), 400_000, sync=sys.argv[3])
 start = int(sys.argv[2])
 def read():
     while True:
-        for name in store.names()[:50]:
+        for name in known(store)[:50]:
             get(store, name)
 threading.Thread(target=read, daemon=True).start()
 print("ready", flush=True)
@@ -61,7 +61,7 @@ def check_kills(folder: Path, times: int, seed: int) -> None:
         start += len(acknowledged) + 10
         store = open_store(folder, 400_000)
         assert sum(path.stat().st_size for path in folder.glob("0*")) <= 400_000
-        found = store.names()
+        found = known(store)
         assert all(get(store, *found)), "what the start found is served, and right byte for byte"
         # The last few hundred fit in any case: older ones may have been evicted.
         assert set(acknowledged[-300:]) <= set(found)

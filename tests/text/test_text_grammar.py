@@ -84,6 +84,13 @@ def test_a_form_accepts_what_has_it_and_nothing_else(kind: str, form: dict[str, 
         ({"grammar": "start: missing"}, "grammar", "missing"),
         ({"grammar": "start: start"}, "grammar", "no text has this form"),
         ({"grammar": "root ::= ("}, "grammar", "GBNF"),
+        ({"grammar": "{"}, "grammar", "begins as JSON does"),
+        ({"grammar": "{" + "[" * 100_000}, "grammar", "begins as JSON does"),
+        ({"grammar": '{"grammars": []}'}, "grammar", "without a list of grammars"),
+        ({"grammar": '{"grammars": [3]}'}, "grammar", "without a list of grammars"),
+        ({"grammar": '{"grammars": [{"lark_grammar": 3}]}'}, "grammar", "is no text"),
+        ({"grammar": '{"grammars": [{"name": "a"}]}'}, "grammar", "grammar"),
+        ({"grammar": "start: %json " + "[" * 100_000}, "grammar", "recursion limit"),
         ({"choice": []}, "choice", "at least one"),
         ({"choice": "ab"}, "choice", "takes a list"),
         ({"json_object": 1}, "json_object", "True or False"),
@@ -175,3 +182,15 @@ def test_a_schema_that_would_compile_for_minutes_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=f"{len(names)} properties that are not required") as caught:
         compiler().compile(StructuredOutputsParams(json={"anyOf": [{"properties": schema["properties"], "required": [[]]}]}))
     assert caught.value.param == "structured_outputs.json"
+
+
+def test_a_chain_of_definitions_as_long_as_a_grammar_may_be_ends_no_process() -> None:
+    """The parser of grammars calls itself along it: on a common stack some thousand are enough to end the server."""
+    rules = [f"{name}{i}: {name}{i + 1}" for name in ("A", "b") for i in range(12_000)]
+    lark = "\n".join(["start: A0 b0", *rules, 'A12000: "x"', 'b12000: "y"'])
+    assert module.MAX_CHARACTERS / 2 < len(lark) < module.MAX_CHARACTERS
+    assert accepted("byte_level", {"grammar": lark}, "xy")
+    chain = {f"a{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/a{i + 1}"}], "minItems": 1} for i in range(2000)}
+    schema = {"$defs": {**chain, "a2000": {"type": "null"}}, "$ref": "#/$defs/a0"}
+    matcher = compiler().compile(StructuredOutputsParams(json=schema)).new_matcher()
+    assert matcher.try_consume_tokens(byte_ids(TOKENIZERS["byte_level"][0], "[" * 100)) == 100

@@ -44,7 +44,23 @@ def read_baseline(path: Path, text: str) -> list[dict[str, Any]]:
     reports = value if isinstance(value, list) else [value]
     if not all(isinstance(report, dict) and report.get("command") == "throughput" for report in reports):
         raise UsageError(f"{path} is no report of `kvist bench throughput --json`, nor a list of them.")
+    try:
+        for report in reports:
+            described(report)
+            _kind(report)
+            _medians(report)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{path} has a report that this kvist cannot read ({type(error).__name__}: {error}); make a new one."
+        ) from error
     return reports
+
+
+def _medians(report: Mapping[str, Any]) -> dict[str, float]:
+    medians = {row["name"]: float(row["median"]) for row in report["measurements"]}
+    if not all(value > 0 for value in medians.values()):
+        raise ValueError("a median is not above 0")
+    return medians
 
 
 def _kind(report: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -68,6 +84,6 @@ def against_baseline(report: Mapping[str, Any], baselines: list[dict[str, Any]])
     if not alike:
         kept = "; ".join(sorted({described(one) for one in baselines})) or "nothing"
         return AgainstBaseline({}, f"this is {described(report)}, and the baseline has {kept}")
-    then = {row["name"]: row["median"] for row in alike[-1]["measurements"]}
+    then = _medians(alike[-1])
     ratios = {row["name"]: row["median"] / then[row["name"]] for row in report["measurements"] if row["name"] in then}
     return AgainstBaseline(ratios, None if ratios else "the baseline has none of these works", described(alike[-1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,23 @@ def roofline_cells(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for row in roofline["works"]
     ]
     return ["kvist", "MB read a token", "GOP a token", "GB/s", "GOP/s", "of the bytes that the machine reads"], rows
+
+
+def read_report(path: Path, text: str) -> dict[str, Any]:
+    """What `kvist bench compare --save` wrote to a file. Raises UsageError."""
+    try:
+        report = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(report, dict) or report.get("command") != "compare":
+        raise UsageError(f"{path} is no report of `kvist bench compare --save`.")
+    try:
+        markdown(merged([report]))
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{path} is a comparison that this kvist cannot read ({type(error).__name__}: {error}); run it again."
+        ) from error
+    return report
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -127,6 +145,8 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"A plot cannot be written as {path.suffix}; name {path.stem}.png or so.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"There is no folder {path.absolute().parent} to put {path.name} in.")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file for the plot.")
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

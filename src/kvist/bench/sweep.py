@@ -57,7 +57,7 @@ class Setting:
 
 
 def parse_settings(texts: Sequence[str], cpus: int) -> list[Setting]:
-    """`OPTION=VALUE,VALUE,...` each; without any, the three options that matter most. Raises UsageError."""
+    """`OPTION=VALUE,VALUE,...` each; without any, the three options that matter most. Each setting once. Raises UsageError."""
     threads = sorted({1, max(1, cpus // 2), cpus})
     texts = texts or (
         "max_num_seqs=1,4,16",
@@ -70,10 +70,10 @@ def parse_settings(texts: Sequence[str], cpus: int) -> list[Setting]:
         if option not in ("max_num_seqs", "max_num_batched_tokens", "num_threads", "block_size"):
             raise UsageError(f"--option takes max-num-seqs, max-num-batched-tokens, num-threads or block-size, not {text!r}.")
         for value in values.split(","):
-            if not value.strip().isdigit():
+            if not value.strip().isdecimal():
                 raise UsageError(f"--option takes NAME=NUMBER,NUMBER,..., not {text!r}.")
             settings.append(Setting(option, int(value)))
-    return settings
+    return list(dict.fromkeys(settings))
 
 
 async def _follow(engine: AsyncEngine, name: str, prompt: list[int], new_tokens: int, seen: Callable[[int], None]) -> list[float]:

@@ -59,9 +59,9 @@ def draw_prompts(rng: random.Random, count: int, length: int, vocab_size: int) -
 
 
 def choose_works(names: str, among: Sequence[Work] = WORKS) -> list[Work]:
-    """Works by name, separated by commas, in the order given. Raises UsageError."""
+    """Works by name, separated by commas, in the order given, each once. Raises UsageError."""
     known = {work.name: work for work in among}
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     for name in chosen:
         if name not in known:
             raise UsageError(f"{name!r} is no work; choose among {', '.join(known)}.")

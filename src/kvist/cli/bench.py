@@ -23,6 +23,7 @@ from kvist.cli.options import JsonFlag, engine_options, read_text, takes
 from kvist.cli.params import option
 from kvist.cli.terminal import dim, print_json, progress, say
 from kvist.config import EngineOptions, format_bytes
+from kvist.errors import UsageError
 
 Rounds = Annotated[int, option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
 Works = Annotated[str, option(help="Works to run, separated by commas.")]
@@ -125,9 +126,13 @@ def latency_command(
     chosen = choose_works(works)
     if not startup:
         return _print(run_works(engine, chosen, rounds, "latency"), as_json)
+    if works != LATENCY_WORKS:
+        raise UsageError("--startup runs no works: leave --works away, or --startup.")
     from kvist.bench import machine
     from kvist.bench.latency import measure_startup
 
+    if not machine.has_bytecode():
+        say(machine.NO_BYTECODE)
     measurements = [measurement.as_dict() for measurement in measure_startup(engine, rounds)]
     facts = machine.machine_facts()
     report = {"command": "latency --startup", "machine": facts, "engine": None, "measurements": measurements}

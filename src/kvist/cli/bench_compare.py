@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvist.bench.workloads import FRESH_WORKS, SEED, WORKS, choose_works
+from kvist.bench.workloads import FRESH_WORKS, SEED, WORKS, Work, choose_works
 from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
 from kvist.cli.params import argument, option
@@ -57,11 +57,11 @@ def _print(report: dict[str, Any], as_json: bool, as_markdown: bool) -> None:
     if as_markdown:
         return print(markdown(report))
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     for header, rows in (cells(report), roofline_cells(report)):
-        table = Table(*header)
+        table = Table(*(Column(name, overflow="fold") for name in header))
         for row in rows:
             table.add_row(*row)
         if rows:
@@ -72,7 +72,7 @@ def _print(report: dict[str, Any], as_json: bool, as_markdown: bool) -> None:
 
 
 def _run(
-    engine: EngineOptions, peers: dict[str, Path], works: str, rounds: int, also_4_bit: bool, timeout: float
+    engine: EngineOptions, peers: dict[str, Path], chosen: list[Work], rounds: int, also_4_bit: bool, timeout: float
 ) -> dict[str, Any]:
     from kvist.bench.compare import compare, summarize
     from kvist.bench.machine import NO_BYTECODE, has_bytecode, machine_facts
@@ -80,7 +80,6 @@ def _run(
     from kvist.weights.hub import resolve_model
     from kvist.weights.source import open_model
 
-    chosen = choose_works(works, ALL)
     fetch(engine.model)
     model = resolve_model(engine.model)
     config = open_model(model).config
@@ -163,12 +162,14 @@ def compare_command(
     from kvist.bench.render import check_plot
     from kvist.bench.render import plot as draw
 
-    peers = parse_peers(peer or ())
+    peers, chosen = parse_peers(peer or ()), choose_works(works, ALL)
     if save is not None and not save.absolute().parent.is_dir():
         raise UsageError(f"There is no folder {save.absolute().parent} to save {save.name} in.")
+    if save is not None and save.is_dir():
+        raise UsageError(f"{save} is a folder; name a file to save in.")
     if plot is not None:
         check_plot(plot)
-    report = _run(_shaped(engine, shape), peers, works, rounds, also_4_bit, timeout)
+    report = _run(_shaped(engine, shape), peers, chosen, rounds, also_4_bit, timeout)
     if save is not None:
         save.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if plot is not None:
@@ -190,20 +191,12 @@ def show_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Show saved comparisons again: as a table, as Markdown, as a plot."""
-    from kvist.bench.render import check_plot, merged
+    from kvist.bench.render import check_plot, merged, read_report
     from kvist.bench.render import plot as draw
 
-    reports = []
-    for file in files:
-        try:
-            report = json.loads(read_text(file))
-        except ValueError as error:
-            raise UsageError(f"{file} is no JSON: {error}.") from error
-        if not isinstance(report, dict) or report.get("command") != "compare":
-            raise UsageError(f"{file} is no report of `kvist bench compare --save`.")
-        reports.append(report)
-    report = merged(reports)
     if plot is not None:
         check_plot(plot)
+    report = merged([read_report(file, read_text(file)) for file in files])
+    if plot is not None:
         draw(report, plot)
     _print(report, as_json, as_markdown)

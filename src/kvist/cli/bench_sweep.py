@@ -9,7 +9,7 @@ from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, KeptFile, engine_options, takes
 from kvist.cli.params import option
 from kvist.cli.terminal import print_json, progress
-from kvist.config import EngineOptions
+from kvist.config import EngineOptions, check_options
 from kvist.machine import available_cpus
 
 
@@ -33,6 +33,8 @@ def sweep_command(
     from kvist.bench.kept import Kept
 
     settings = sweep.parse_settings(option or (), available_cpus())
+    for setting in settings:
+        check_options(setting.applied(engine))
     crowd = sweep.Crowd()
     head = {"command": "sweep", "machine": {"cpu": machine.cpu_facts()}, "engine": asdict(engine), "crowd": asdict(crowd)}
     kept = Kept(head, save)

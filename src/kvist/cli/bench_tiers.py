@@ -33,9 +33,13 @@ def tiers_command(
     """Restoring a prefix from disk against computing it, and decoding with and without a tier's writes."""
     if engine.kv_tiers is not None:
         raise ConfigError("kvist bench tiers makes its own tier; leave kv_tiers out, and say where with --folder.")
-    fetch(engine.model)
-    place = Path(tempfile.mkdtemp(prefix="kvist-tier-", dir=folder))
     try:
+        place = Path(tempfile.mkdtemp(prefix="kvist-tier-", dir=folder))
+    except OSError as error:
+        where = folder or tempfile.gettempdir()
+        raise ConfigError(f"The tier's folder cannot be made in {where}: {error.strerror}; name another with --folder.") from error
+    try:
+        fetch(engine.model)
         report = _measure(engine, place, prefix_tokens, decode_tokens, rounds)
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -43,7 +43,9 @@ def doctor(
         bool,
         option("--step", help="Take one request's decode step apart: Python and native calls, beside the machine's peaks."),
     ] = False,
-    context: Annotated[int | None, option(metavar="TOKENS", help="With --step: tokens before the step; 64 without it.")] = None,
+    context: Annotated[
+        int | None, option(metavar="TOKENS", help="With --step: tokens of the prompt that is gone on from; 64 without it.")
+    ] = None,
     startup: Annotated[
         bool, option("--startup", help="Take the start apart: from the start of a process to the first token.")
     ] = False,

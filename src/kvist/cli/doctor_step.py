@@ -87,7 +87,7 @@ def print_step(report: dict[str, Any]) -> None:
     step = report["step_us"]
     print(
         f"One request's decode step behind {report['context']} tokens of {report['model']}: isa {report['isa']}, "
-        f"{report['num_threads']} threads, medians of {report['steps']} steps\n"
+        f"{report['num_threads']} threads, medians of the {report['steps']} steps around it\n"
     )
     print(f"{'Python':<32} {'us':>9} {'share':>6}")
     for part in report["python"]:

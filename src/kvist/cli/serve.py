@@ -6,6 +6,7 @@ runs, and serves until a signal. It knows the server's and the engine's construc
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Annotated
 
@@ -47,6 +48,7 @@ def serve(
         if source is not None and source.name == "COMMANDLINE" and options.model != named:
             raise UsageError(f"The model is {named!r} by argument and {options.model!r} by --model; give it once.")
         options = replace(options, model=named)
+    gc.disable()  # until all is loaded (`server/run.py`)
     require_one_of(log_level, LOG_LEVELS, "--log-level")
     require_one_of(log_format, LOG_FORMATS, "--log-format")
     configure_logging(log_level, log_format)  # type: ignore[arg-type]
@@ -74,6 +76,7 @@ def serve(
             log_level=log_level,
         )
     finally:
+        gc.enable()
         listener.close()
     say("Stopped.")
     raise click.exceptions.Exit(status)

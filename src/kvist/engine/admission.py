@@ -19,11 +19,11 @@ def check_request(config: EngineConfig, prompt_token_ids: Sequence[int], params:
     budget = _budget(config, len(prompt_token_ids), params.max_tokens)
     _check_ids(prompt_token_ids, config.model.vocab_size)
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        for token_id in ids:
-            if not 0 <= token_id < config.model.vocab_size:
-                raise InvalidRequestError(
-                    f"{name} names token {token_id}, but the model's vocabulary has {config.model.vocab_size} tokens.", param=name
-                )
+        # That none is negative is known.
+        if (highest := max(ids, default=0)) >= config.model.vocab_size:
+            raise InvalidRequestError(
+                f"{name} names token {highest}, but the model's vocabulary has {config.model.vocab_size} tokens.", param=name
+            )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidRequestError(
             f"min_tokens={params.min_tokens} is more than max_tokens={params.max_tokens}; raise one or lower the other.",

@@ -34,7 +34,7 @@ logger = logging.getLogger("kvist")
 TEXT_THREADS = 2
 FORM_THREADS = 2
 """Compiling a form may take seconds: it has threads of its own, so that nobody's tokenizing waits for it."""
-PUBLISH_SECONDS = 0.05
+PUBLISH_SECONDS = 0.1
 """Of steps that only go on, not each is worth a snapshot: it costs as much as the deltas of thirty requests."""
 UNWELL_STEPS = 10
 """Failed steps without a good one between them: no longer the fault of single requests."""
@@ -156,7 +156,7 @@ class AsyncEngine:
         options = {"cache_salt": cache_salt, "priority": priority, "wants_events": wants_events, "kv": kv}
         if params.structured_outputs is not None:
             options["grammar"] = await loop.run_in_executor(self._compilers, self._engine.compile_form, params)
-        stream = Stream(self._mailbox(loop), sink)
+        stream = Stream(self._mailbox(loop), sink, params.n)
         self._send(_Add(request_id, prompt_token_ids, params, stream, options))
         num_open = params.n
         try:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from kvist.config import EngineConfig, EngineOptions
 from kvist.engine.admission import check_request
@@ -25,7 +26,7 @@ from kvist.engine.forms import Forms
 from kvist.engine.loader import Loaded, load
 from kvist.engine.output import ChoiceOutput
 from kvist.engine.runner import Runner
-from kvist.engine.sampler import Failure, Note, SamplingState, failure
+from kvist.engine.sampler import Biases, Failure, Note, SamplingState, failure
 from kvist.engine.snapshot import Counters, EngineSnapshot
 from kvist.errors import InvalidRequestError
 from kvist.kv.hints import KVHints
@@ -77,6 +78,8 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._choices: dict[str, Choice] = {}
         self._drawing = Drawing(loaded.ops, self.forms, self._choices)
+        self._biases: WeakValueDictionary[int, Biases] = WeakValueDictionary()
+        """By the identity of the parameters, which requests for many prompts share, and which they keep alive."""
         self._requests: dict[str, set[str]] = {}
         self._pending: list[OutputDelta] = []
         self._counters = Counters()
@@ -123,6 +126,8 @@ class Engine:
         grammar = grammar or self.forms.compile(params)
         prompt = list(prompt_token_ids)
         choices: dict[str, Choice] = {}
+        biases = self._biases.setdefault(id(params), Biases(params))
+        sampling: SamplingState | None = None
         for index in range(params.n):
             request = Request(
                 request_id=f"{request_id}#{index}",
@@ -139,7 +144,7 @@ class Engine:
                 kv=kv if index == 0 else None,
             )
             output = ChoiceOutput.of(request_id, request, self.tokenizer)
-            sampling = SamplingState.of(request, self.config.model.vocab_size)
+            sampling = SamplingState.of(request, self.config.model.vocab_size, biases, sampling)
             constraint = self.forms.constrain(grammar, request)
             choices[request.request_id] = Choice(request, output, sampling, constraint)
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +41,20 @@ REASONS = {
 class TokenCounts:
     """The distinct tokens that the penalties see, and how often each stands in the output; kept up to date as the output grows."""
 
-    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
-        ids = np.unique(np.asarray(prompt_token_ids, np.int32))
-        self._places = {token_id: place for place, token_id in enumerate(ids.tolist())}
-        self._ids, self._counts = ids, np.zeros(len(ids), np.int32)
+    def __init__(self, places: dict[int, int], ids: I32) -> None:
+        self._places, self._ids = places, ids
+        self._counts = np.zeros(len(ids), np.int32)
         self._num_counted = 0
+
+    @classmethod
+    def of(cls, prompt_token_ids: Sequence[int]) -> TokenCounts:
+        ids = np.unique(np.asarray(prompt_token_ids, np.int32))
+        return cls({token_id: place for place, token_id in enumerate(ids.tolist())}, ids)
+
+    def begin_again(self) -> TokenCounts:
+        """For another choice of the same prompt, before anything is counted."""
+        assert not self._num_counted
+        return TokenCounts(self._places.copy(), self._ids.copy())
 
     def advance(self, output_token_ids: Sequence[int]) -> tuple[I32, I32]:
         """Ids and counts, the output taken in."""
@@ -60,6 +69,24 @@ class TokenCounts:
         return self._ids[: len(self._places)], self._counts[: len(self._places)]
 
 
+class Biases:
+    """What `params` add to logits, as the kernels take it: made at the first draw, once for all choices that share them."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._made: dict[tuple[int, ...], tuple[I32, F64]] = {}
+        """By the ids that are ruled out besides: before `min_tokens` and after."""
+
+    def beside(self, ruled_out: tuple[int, ...]) -> tuple[I32, F64] | tuple[None, None]:
+        """Ids and values; the ids in `ruled_out` are impossible."""
+        if not self.params.logit_bias and not ruled_out:
+            return None, None
+        if ruled_out not in self._made:
+            values = {**self.params.logit_bias, **dict.fromkeys(ruled_out, -math.inf)}
+            self._made[ruled_out] = np.array(list(values), np.int32), np.array(list(values.values()), np.float64)
+        return self._made[ruled_out]
+
+
 @dataclass(eq=False)
 class SamplingState:
     """One choice's side of sampling. The next token's position in the output is the length of the output so far."""
@@ -67,6 +94,7 @@ class SamplingState:
     request: Request
     masked_until_min_tokens: tuple[int, ...]
     """EOS and stop ids: impossible while the output is shorter than `min_tokens`."""
+    biases: Biases
     counts: TokenCounts | None = None
     mask: npt.NDArray[np.uint32] | None = None
     """Which tokens may come next: bit `token % 32` of word `token // 32`, [ceil(vocabulary / 32)]; None for all. Looked up at each
@@ -74,17 +102,24 @@ class SamplingState:
     probabilities are of the distribution before it."""
     parameters: tuple[int | float, ...] | None = None
     """The fields of ROW without the position; None for the most likely token."""
-    _bias: tuple[tuple[int, ...], I32, F64] | None = field(default=None, repr=False)
-    """The ids ruled out, then ids and values of the bias with them: what the last draw had."""
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> SamplingState:
+    def of(
+        cls, request: Request, vocab_size: int, biases: Biases | None = None, elder: SamplingState | None = None
+    ) -> SamplingState:
+        """`biases` are those of the request's parameters; `elder` is another choice of the request that has drawn nothing yet."""
         params = request.sampling_params
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_token_ids))
         # A tokenizer may know end ids beyond the model's vocabulary.
         stops = {token_id for token_id in stops if token_id < vocab_size}
-        counts = TokenCounts(request.prompt_token_ids) if _has_penalties(params) else None
-        return cls(request, tuple(sorted(stops)) if params.min_tokens else (), counts, parameters=_parameters(request))
+        masked = tuple(sorted(stops)) if params.min_tokens else ()
+        biases = biases or Biases(params)
+        assert biases.params is params
+        counts = None
+        if _has_penalties(params):
+            known = None if elder is None else elder.counts
+            counts = TokenCounts.of(request.prompt_token_ids) if known is None else known.begin_again()
+        return cls(request, masked, biases, counts, parameters=_parameters(request))
 
     @property
     def position(self) -> int:
@@ -105,7 +140,7 @@ class SamplingState:
         params = self.request.sampling_params
         if self.mask is None and self.counts is None and not params.logit_bias and not self.masked:
             return None
-        bias_ids, bias = self._biases(self.masked_until_min_tokens if self.masked else ())
+        bias_ids, bias = self.biases.beside(self.masked_until_min_tokens if self.masked else ())
         seen, counts = (None, None) if self.counts is None else self.counts.advance(self.request.output_token_ids)
         return Adjustment(
             self.mask,
@@ -117,15 +152,6 @@ class SamplingState:
             params.frequency_penalty,
             params.presence_penalty,
         )
-
-    def _biases(self, ruled_out: tuple[int, ...]) -> tuple[I32 | None, F64 | None]:
-        biases = self.request.sampling_params.logit_bias
-        if not biases and not ruled_out:
-            return None, None
-        if self._bias is None or self._bias[0] != ruled_out:
-            values = {**biases, **dict.fromkeys(ruled_out, -math.inf)}
-            self._bias = (ruled_out, np.array(list(values), np.int32), np.array(list(values.values()), np.float64))
-        return self._bias[1:]
 
 
 def _has_penalties(params: SamplingParams) -> bool:

@@ -20,7 +20,6 @@ from kvist.engine.engine import Engine
 from kvist.errors import ConfigError
 from kvist.kernels.cost import Cost, cost_of
 from kvist.kernels.ops import F32, ForwardBatch
-from kvist.kernels.program import Call
 from kvist.request import SamplingParams
 from kvist.sched.output import SchedulerOutput
 
@@ -43,7 +42,7 @@ class CallTime:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Microseconds of a step, by part. `context`: the position of the last row measured."""
+    """Microseconds of a step, by part. `context`: the position of the row in the middle of those measured, whose bytes are told."""
 
     context: int
     steps: int
@@ -105,23 +104,27 @@ def profile_step(engine: Engine, *, context: int = 64, steps: int = 64) -> StepP
     while engine.snapshot().generated_tokens < WARM_STEPS:
         engine.step()
     watch = _Stopwatch(engine)
-    totals, times, python = [], [], defaultdict[str, list[float]](list)
+    totals, times, python = list[float](), [], defaultdict[str, list[float]](list)
+    middle, costs = 0, list[Cost]()
     while engine.has_work:
         watch.ends.clear()
         started = clock()
         engine.step()
         ends = [*watch.ends, clock()]
+        if len(totals) <= steps // 2:
+            # Attention reads more with each step; medians are those of the middle.
+            middle, costs = int(watch.batch.seq_lens[0]) - 1, [cost_of(call, watch.batch) for call in watch.program.calls]
         totals.append((ends[-1] - started) / 1e3)
         times.append(watch.times.copy())
         for name, begin, end in zip(PYTHON_PARTS, [started, *ends], ends, strict=False):
             inside = int(watch.times.sum()) if name == "program" else 0
             python[name].append((end - begin - inside) / 1e3)
     return StepProfile(
-        context=int(watch.batch.seq_lens[0]) - 1,
+        context=middle,
         steps=len(totals),
         step_microseconds=statistics.median(totals),
         python={name: statistics.median(python[name]) for name in PYTHON_PARTS},
-        native=_by_cost(watch.program.calls, watch.batch, np.array(times)),
+        native=_by_cost(costs, np.array(times)),
     )
 
 
@@ -129,12 +132,11 @@ def _as_any(stand_in: Any) -> Any:
     return stand_in
 
 
-def _by_cost(calls: Sequence[Call], batch: ForwardBatch, nanoseconds: npt.NDArray[np.int64]) -> tuple[CallTime, ...]:
-    """Calls that cost the same, added up; `nanoseconds` [steps, calls]. Steps differ in bytes by the keys that attention reads:
-    those of `batch`, the last one, are told."""
+def _by_cost(costs: Sequence[Cost], nanoseconds: npt.NDArray[np.int64]) -> tuple[CallTime, ...]:
+    """Calls that cost the same, added up; `nanoseconds` [steps, calls]."""
     places = defaultdict[Cost, list[int]](list)
-    for place, call in enumerate(calls):
-        places[cost_of(call, batch)].append(place)
+    for place, cost in enumerate(costs):
+        places[cost].append(place)
     return tuple(
         CallTime(
             cost.name,

@@ -2,7 +2,8 @@
 
 A `Mailbox` belongs to one event loop, a `Stream` to one request. Invariants: at most one wake-up of a loop is outstanding; deltas
 of one choice that nobody has read yet are merged, and read as one, so that a slow reader costs no more than its text; a stream is
-closed by an error at most once, and what was delivered before the error is read first.
+closed by an error at most once, and what was delivered before the error is read first. What is posted is under the mailbox's lock
+until the wake-up, and from then on the loop's alone: a step takes the lock twice, however many streams it has.
 
 A reader that has no more to do with a delta than to write it somewhere gives a `Sink`, and is then not woken for it: to run a task
 for each token of each stream costs as much as all else that a token takes.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Protocol
@@ -19,6 +21,7 @@ from typing import Protocol
 from kvist.request import OutputDelta
 
 MAX_UNREAD_DELTAS = 64
+"""Of a choice, before they are merged. Merging now and then, not each time, keeps the work for a slow reader small."""
 MAX_UNREAD_EVENTS = 64
 """Of a choice whose reader is slow, the latest are kept."""
 
@@ -46,15 +49,22 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
     )
 
 
+def merge_choices(deltas: list[OutputDelta]) -> list[OutputDelta]:
+    """Deltas of a request with those of each choice as one."""
+    if len(deltas) == 1:
+        return deltas
+    by_choice: dict[int, list[OutputDelta]] = {}
+    for delta in deltas:
+        by_choice.setdefault(delta.index, []).append(delta)
+    return [merge_deltas(of_one) for of_one in by_choice.values()]
+
+
 class Sink(Protocol):
-    """Takes deltas at once, on the event loop. It is asked and called while the stream's reader waits: all keep their order."""
+    """Takes deltas at once, on the event loop. It is called while the stream's reader waits: all keep their order."""
 
-    def ready(self) -> bool:
-        """Whether `take` may be called now."""
-        ...
-
-    def take(self, deltas: list[OutputDelta]) -> None:
-        """What has come, at most one delta a choice, none of them a choice's last. What it raises, the stream's reader gets."""
+    def take(self, deltas: list[OutputDelta], now: float) -> bool:
+        """What has come, at most one delta a choice; `now` is time.perf_counter's. False: it took nothing, and all is the reader's,
+        as it has to be where one is a choice's last. What it raises, the reader gets."""
         ...
 
 
@@ -63,26 +73,27 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.lock = threading.Lock()
         self.wake_ups = 0
-        self._ready: set[Stream] = set()
+        self._lock = threading.Lock()
+        self._posted: dict[Stream, list[OutputDelta]] = {}
+        self._failed: list[tuple[Stream, Exception]] = []
         self._scheduled = False
 
     def post(self, deltas: Iterable[tuple[Stream, OutputDelta]], failed: Iterable[tuple[Stream, Exception]] = ()) -> bool:
         """Called on the engine thread. False when the loop is closed and nobody will read."""
         if self.loop.is_closed():  # asked each time: a wake-up that is outstanding would otherwise hide it
             return False
-        with self.lock:
+        with self._lock:
+            posted = self._posted
             for stream, delta in deltas:
-                if delta.index in stream.unread:
-                    stream.add(delta)
-                else:
-                    stream.unread[delta.index] = [delta]
-                self._ready.add(stream)
-            for stream, error in failed:
-                stream.error = stream.error or error
-                self._ready.add(stream)
-            if self._scheduled or not self._ready:
+                if stream not in posted:
+                    posted[stream] = [delta]
+                    continue
+                posted[stream].append(delta)
+                if len(posted[stream]) >= stream.most_unread:
+                    posted[stream] = merge_choices(posted[stream])
+            self._failed += failed
+            if self._scheduled or not (posted or self._failed):
                 return True
             self._scheduled = True
         try:
@@ -92,69 +103,77 @@ class Mailbox:
         return True
 
     def _wake(self) -> None:
-        with self.lock:
-            ready, self._ready, self._scheduled = self._ready, set(), False
+        with self._lock:
+            posted, failed, self._scheduled = self._posted, self._failed, False
+            self._posted, self._failed = {}, []
         self.wake_ups += 1
-        for stream in ready:
-            stream.wake()
+        now = time.perf_counter()
+        for stream, deltas in posted.items():
+            if (sink := stream.open_sink) is None:
+                stream.add(deltas)
+                continue
+            try:
+                taken = sink.take(deltas if len(deltas) == 1 else merge_choices(deltas), now)
+            except Exception as fault:
+                stream.fault(fault)
+                continue
+            if not taken:
+                stream.add(deltas)
+        for stream, error in failed:
+            stream.fail(error)
 
 
 class Stream:
-    """The reading end of one request; made and read on its event loop, by one reader."""
+    """The reading end of one request with `num_choices`; made and read on its event loop, by one reader."""
 
-    def __init__(self, mailbox: Mailbox, sink: Sink | None = None) -> None:
+    __slots__ = ("_fault", "_sink", "_unread", "_waiter", "error", "mailbox", "most_unread", "open_sink")
+
+    def __init__(self, mailbox: Mailbox, sink: Sink | None = None, num_choices: int = 1) -> None:
         self.mailbox = mailbox
+        self.most_unread = MAX_UNREAD_DELTAS * num_choices
+        self.error: Exception | None = None
+        self.open_sink: Sink | None = None
+        """The sink, while the reader waits and has nothing to read."""
         self._sink = sink
         self._fault: Exception | None = None
         """What the sink has raised."""
-        self.unread: dict[int, list[OutputDelta]] = {}
-        self.error: Exception | None = None
+        self._unread: list[OutputDelta] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def wake(self) -> None:
-        """On the event loop: there may be something to read."""
-        if self._waiter is None or self._waiter.done() or (self._sink is not None and self._pour(self._sink)):
-            return
-        self._waiter.set_result(None)
+    def add(self, deltas: list[OutputDelta]) -> None:
+        """For the reader."""
+        self._unread += deltas
+        if len(self._unread) >= self.most_unread:
+            self._unread = merge_choices(self._unread)
+        self._wake()
 
-    def _pour(self, sink: Sink) -> bool:
-        """Give the sink what is unread; False where that is the reader's to do."""
-        if not sink.ready():
-            return False
-        with self.mailbox.lock:
-            unread = self.unread
-            for deltas in unread.values():
-                if deltas[-1].finish_reason is not None:
-                    return False
-            self.unread = {}
-        if not unread:
-            return False
-        try:
-            sink.take([deltas[0] if len(deltas) == 1 else merge_deltas(deltas) for deltas in unread.values()])
-        except Exception as error:
-            self._fault = error
-            return False
-        return self.error is None  # which may have come behind them
+    def fail(self, error: Exception) -> None:
+        """Behind what was added."""
+        self.error = self.error or error
+        self._wake()
 
-    def add(self, delta: OutputDelta) -> None:
-        """To what is unread of the choice already, under the mailbox's lock. Merging now and then, not each time, keeps the
-        engine's work for a slow reader small."""
-        unread = self.unread[delta.index]
-        unread.append(delta)
-        if len(unread) >= MAX_UNREAD_DELTAS:
-            unread[:] = [merge_deltas(unread)]
+    def fault(self, error: Exception) -> None:
+        """Of the sink: what it had been given is lost, so nothing else is read."""
+        self._fault = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self.open_sink = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def take(self) -> list[OutputDelta]:
         """All that has come since the last call, at most one delta a choice; waits for the first. Raises the stream's error."""
         while True:
             if self._fault is not None:
                 raise self._fault
-            with self.mailbox.lock:
-                if self.unread:
-                    unread, self.unread = self.unread, {}
-                    return [merge_deltas(deltas) for deltas in unread.values()]
-                if self.error is not None:
-                    raise self.error
-            # What is posted from here on wakes this reader: the wake-up runs on this loop, so after the wait has begun.
-            self._waiter = self.mailbox.loop.create_future()
-            await self._waiter
+            if self._unread:
+                unread, self._unread = self._unread, []
+                return merge_choices(unread)
+            if self.error is not None:
+                raise self.error
+            self._waiter, self.open_sink = self.mailbox.loop.create_future(), self._sink
+            try:
+                await self._waiter
+            finally:
+                self.open_sink = None

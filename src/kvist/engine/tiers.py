@@ -17,6 +17,7 @@ from kvist.config import DiskTier, format_bytes
 from kvist.engine.transfers import Filled, Lost, Stored, Transfers
 from kvist.kv.manager import KVManager
 from kvist.kv.memory import KVMemory
+from kvist.kv.origins import max_bytes
 from kvist.kv.tiers import TierRates, TransferPlan
 from kvist.sched.prefetch import Prefetcher
 from kvist.store.tier import StoreStats
@@ -109,6 +110,7 @@ class Tiers:
 
     def close(self) -> None:
         """Write what is under way. The pool must stay until then."""
+        self.send()
         self._transfers.close()
 
     def snapshot(self, num_swaps: int) -> TierSnapshot:
@@ -122,14 +124,16 @@ def open_disk_tier(tier: DiskTier, manager: KVMemory, blocks: npt.NDArray[np.uin
 
     assert isinstance(manager, KVManager)
     assert manager.tier is not None
-    store = DiskStore(tier.folder, tier.quota, blocks.shape[1], sync=tier.sync, warn=warn)
+    store = DiskStore(
+        tier.folder, tier.quota, blocks.shape[1], max_about=max_bytes(manager.spec.block_size), sync=tier.sync, warn=warn
+    )
     free = shutil.disk_usage(tier.folder).free + store.stats().used_bytes
     if free < tier.quota:
         warn(
             f"The disk tier may take {format_bytes(tier.quota)}, but {tier.folder} has room for {format_bytes(free)}; "
             "lower the size in kv_tiers."
         )
-    manager.tier.stored(store.names())
+    manager.tier.found(store.records())
     return Tiers(manager, Transfers(store, blocks))
 
 

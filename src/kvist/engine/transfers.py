@@ -73,7 +73,7 @@ class Transfers:
         num_staged = max(MIN_STAGED, staging_bytes // blocks.shape[1])
         self._staging = np.empty((num_staged, blocks.shape[1]), np.uint8)
         self._free = deque(range(num_staged))
-        self._writes: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[tuple[bytes, bytes, int] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[TransferPlan | None] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._news = threading.Condition()
@@ -98,7 +98,7 @@ class Transfers:
             if self._free:
                 slot = self._free.popleft()
                 self._staging[slot] = self._blocks[copy.block_id]
-                self._writes.put((copy.name, slot))
+                self._writes.put((copy.name, copy.about, slot))
             else:
                 dropped.append(copy.name)
         if dropped:
@@ -150,16 +150,16 @@ class Transfers:
             going = batch[-1] is not None
             self._put([item for item in batch if item is not None])
 
-    def _put(self, batch: list[tuple[bytes, int]]) -> None:
+    def _put(self, batch: list[tuple[bytes, bytes, int]]) -> None:
         try:
-            kept = set(self._store.put([(name, memoryview(self._staging[slot])) for name, slot in batch]))
+            kept = set(self._store.put([(name, about, memoryview(self._staging[slot])) for name, about, slot in batch]))
         except Exception:
             logger.exception("Blocks could not be written to the disk tier.")
             kept = set()
-        self._free.extend(slot for _, slot in batch)
-        failed: dict[bytes, Loss] = {name: "failed" for name, _ in batch if name not in kept}
+        self._free.extend(slot for _, _, slot in batch)
+        failed: dict[bytes, Loss] = {name: "failed" for name, _, _ in batch if name not in kept}
         lost = failed | self._store.take_lost()
-        self._tell(Lost(lost), Stored([name for name, _ in batch if name in kept]))
+        self._tell(Lost(lost), Stored([name for name, _, _ in batch if name in kept]))
 
     def _read(self) -> None:
         while (plan := self._reads.get()) is not None:

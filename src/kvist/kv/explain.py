@@ -6,8 +6,7 @@ has, so nobody is told of another's prefixes. It knows no pool and changes nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvist.kv.block import BlockHash, extend_hashes, hasher_of, root_hash
@@ -15,15 +14,38 @@ from kvist.kv.lookup import Lookup
 from kvist.kv.names import Record
 from kvist.kv.prefix import PrefixMatch
 from kvist.kv.spec import KVSpec
+from kvist.kv.tiers import TierDecider
 from kvist.request import PrefixMiss, Request
-
-BLOCK_SIZES = (16, 32, 64, 128)
-"""In which a disk tier is looked through, besides the present one."""
 
 Recall = Callable[[BlockHash, list[int], Sequence[BlockHash], int], PrefixMiss]
 """Why the block at a position of a prompt, given by root, tokens and names, is not found, as far as is remembered."""
-Roots = Mapping[tuple[str, int], Callable[[str], BlockHash]]
-"""By KV format and block size, the root of a salt."""
+
+
+class Elsewhere:
+    """What a disk `tier` keeps of the model in other formats than `spec`'s. `keys` are the model's by KV format."""
+
+    def __init__(self, spec: KVSpec, keys: Mapping[str, bytes], tier: TierDecider) -> None:
+        self._own, self._keys, self._tier = (spec.kv_format, spec.block_size), keys, tier
+
+    def kept(self, token_ids: Sequence[int], salt: str) -> tuple[int, str] | None:
+        """How many leading tokens there are at most in another format, and in which."""
+        found = []
+        for kv_format, size in self._tier.formats:
+            if (kv_format, size) != self._own and kv_format in self._keys:
+                root = root_hash(self._keys[kv_format], kv_format, size, salt)
+                found.append((self._reach(root, token_ids, size), f"{kv_format} in blocks of {size}"))
+        return max(found, default=None)
+
+    def _reach(self, root: BlockHash, token_ids: Sequence[int], size: int) -> int:
+        """Costs what it finds, and one block's name."""
+        hashes: list[BlockHash] = []
+        hasher, end = hasher_of(root), 0
+        while end + size <= len(token_ids):
+            extend_hashes(hashes, hasher, token_ids[end : end + size], size)
+            if not any(hashes[-1] in names for names in self._tier.names):
+                break
+            end += size
+        return end
 
 
 class Finder(Protocol):
@@ -36,28 +58,17 @@ class Finder(Protocol):
     def find(self, token_ids: list[int], salt: str) -> PrefixMatch: ...
 
 
-def roots_elsewhere(spec: KVSpec, keys: Mapping[str, bytes]) -> Roots:
-    """Of the other formats and block sizes; `keys` are the model's by KV format."""
-    return {
-        (kv_format, size): partial(root_hash, key, kv_format, size)
-        for kv_format, key in keys.items()
-        for size in BLOCK_SIZES
-        if (kv_format, size) != (spec.kv_format, spec.block_size)
-    }
-
-
 class Explainer:
-    """`on_disk`: the names on a disk tier, by group, some of which may be behind other `roots`."""
+    """`elsewhere`: a disk tier's, if there is one."""
 
     def __init__(
         self,
         memory: Finder,
         lookup: Lookup,
         recall: Recall,
-        on_disk: Sequence[Container[BlockHash]] = (),
-        roots: Roots | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        self._memory, self._lookup, self._recall, self._on_disk, self._roots = memory, lookup, recall, on_disk, roots or {}
+        self._memory, self._lookup, self._recall, self._elsewhere = memory, lookup, recall, elsewhere
 
     def of_request(self, request: Request, record: Record, match: PrefixMatch) -> PrefixMiss:
         """Why `match` covers no more of the prompt. An answer may be read by others than the owner of its key, so this does not
@@ -85,20 +96,7 @@ class Explainer:
         return root, token_ids, hashes
 
     def _in_other_formats(self, miss: PrefixMiss, token_ids: Sequence[int], salt: str) -> PrefixMiss:
-        if miss.reason != "never_seen" or not any(self._on_disk):
+        if miss.reason != "never_seen" or self._elsewhere is None:
             return miss
-        for (kv_format, size), root in self._roots.items():
-            if (reach := self._kept(root(salt), token_ids, size)) > miss.position:
-                return miss._replace(reason="other_format", would_hit=reach, kept_as=f"{kv_format} in blocks of {size}")
-        return miss
-
-    def _kept(self, root: BlockHash, token_ids: Sequence[int], size: int) -> int:
-        """How many leading tokens the disk has; costs what it finds, and one block's name."""
-        hashes: list[BlockHash] = []
-        hasher, end = hasher_of(root), 0
-        while end + size <= len(token_ids):
-            extend_hashes(hashes, hasher, token_ids[end : end + size], size)
-            if not any(hashes[-1] in names for names in self._on_disk):
-                break
-            end += size
-        return end
+        reach, kept_as = self._elsewhere.kept(token_ids, salt) or (0, "")
+        return miss._replace(reason="other_format", would_hit=reach, kept_as=kept_as) if reach > miss.position else miss

@@ -23,7 +23,7 @@ from kvist.errors import InvalidRequestError
 from kvist.kv.allocators import Allocator, PagedAllocator, blocks_to_admit, tails_first
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.copies import Copies
-from kvist.kv.explain import Explainer, roots_elsewhere
+from kvist.kv.explain import Elsewhere, Explainer
 from kvist.kv.keeper import Keeper
 from kvist.kv.lookup import Lookup
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
@@ -90,12 +90,12 @@ class KVManager:
         self._copies = Copies(self._pool, spec.block_size)
         self.pins = Pins(spec, num_blocks, self.keeper.retention, self.index)
         self._allocator: Allocator = PagedAllocator(self._pool)
-        self.tier = TierDecider(self._num_groups, spec.block_bytes) if tiered and enable_prefix_caching else None
+        self.tier = TierDecider(spec) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
-        self._restores = None if self.tier is None else Restores(self.tier, self.keeper, self.index)
+        self._restores = None if self.tier is None else Restores(self.tier, self.keeper, self.index, self._trails)
         recall = partial(self.keeper.explain, block_size=spec.block_size)
-        on_disk = () if self.tier is None else self.tier.names
-        self._explainer = Explainer(self, self._lookup, recall, on_disk, roots_elsewhere(spec, keys or {}))
+        elsewhere = None if self.tier is None else Elsewhere(spec, keys or {}, self.tier)
+        self._explainer = Explainer(self, self._lookup, recall, elsewhere)
 
     # Queries
 
@@ -121,8 +121,7 @@ class KVManager:
         """What the tier would add to the hit `match` of a waiting request."""
         if self._restores is None or request.wants_prompt_logprobs:
             return None
-        record = self._records[request.request_id]
-        return self._restores.find(record.root, record.hashes, request.num_tokens, match)
+        return self._restores.find(request, self._records[request.request_id], match)
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
@@ -149,9 +148,10 @@ class KVManager:
         return need + reserve <= self._pool.num_free
 
     def cached(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks, of all groups, that there are of this prefix."""
-        groups = [self.index.every(group, hashes) for group in range(self._num_groups)]
-        return [block_id for ids in zip(*groups, strict=True) for block_id in ids if block_id is not None]
+        """The blocks, of all groups, that hold what these names say."""
+        groups = range(self._num_groups)
+        found = (self.index.get(group, block_hash) for block_hash in hashes for group in groups)
+        return [block_id for block_id in found if block_id is not None]
 
     def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
         return (root := self._root(salt)), prompt_hashes(root, token_ids, self._block_size)
@@ -216,9 +216,6 @@ class KVManager:
         """Hold the blocks of a hit; the caller sets `num_computed_tokens` to `match.num_tokens`."""
         record = self._records[request.request_id]
         assert not record.tables[0], f"request {request.request_id} holds blocks already"
-        if not match.num_tokens:
-            record.num_found = 0
-            return
         for group, (ids, first) in enumerate(zip(match.block_ids, match.first_blocks, strict=True)):
             self._pool.share(ids[first:].tolist())
             record.tables[group].extend(ids)
@@ -272,21 +269,22 @@ class KVManager:
             record.hash_up_to(request, full, self._block_size)
         root, start = record.root, record.num_committed
         assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
+        hashes, parent = record.hashes[start:full], record.hashes[start - 1] if start else root
         for group, table in enumerate(record.tables):
             block_ids = table[start:full].tolist()
-            named, names = self.index.insert(group, root, record.hashes, start, block_ids)
+            named, names = self.index.insert(group, root, parent, hashes, block_ids)
             self.keeper.enter(root, names, named)
-            if self.tier is not None:
-                self.tier.offer(group, record.hashes[start:full], block_ids, root)
-        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full])
+        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
         record.num_committed = full
+        if self._restores is not None:
+            self._restores.offer(record, [start] * self._num_groups)
         if superseded is not None:
             self.keeper.forget_tail(superseded)
 
-    def prepare_restore(self, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
+    def prepare_restore(self, request: Request, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
         """Hold blocks for what a tier will bring, and none of the hit `match`; None, and nothing changed, when too few are free."""
         assert self._restores is not None
-        return self._restores.prepare(restore, match)
+        return self._restores.prepare(restore, self._records[request.request_id], match)
 
     def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> None:
         """Enter what was brought into the prefix index, and let go of the plan's blocks."""
@@ -296,7 +294,7 @@ class KVManager:
     def swap_out(self, request: Request) -> bool:
         """Before `release`: offer the tier what it lacks of a request. Whether it can come back from there sooner than computed."""
         record = self._records[request.request_id]
-        return self._restores is not None and self._restores.offer(record, record.let_go)
+        return self._restores is not None and self._restores.swap(record, record.let_go)
 
     def trim(self, request: Request) -> None:
         """Let go of blocks that lie wholly before the window of the next row, at position `num_computed_tokens`."""
@@ -337,6 +335,8 @@ class KVManager:
         tail = None if in_step or not self._keeps_tails else record.tail(request, self._block_size)
         if tail and not self.keeper.enter_tail(record.root, tail, [table[tail.block] for table in record.tables]):
             tail = None
+        if tail and self._restores is not None:
+            self._restores.offer_tail(record, tail, request)
         freed = self._let_go(record)
         self.pins.forget(request.request_id)
         tokens = record.all_tokens(request) if request.num_computed_tokens else None
@@ -390,7 +390,7 @@ class KVManager:
             assert record.num_committed <= len(record.tables[0])
         for block_id, count in enumerate(counts):
             assert self._pool.ref_count(block_id) == count
-            assert self._pool.is_cached(block_id) == self.index.is_indexed(block_id)
+            assert self._pool.is_cached(block_id) == (self.index.hash_of(block_id) is not None)
 
     @property
     def request_ids(self) -> frozenset[str]:

@@ -6,26 +6,28 @@ It joins a tier's books with the pool, for the paged manager. Invariant: a plan'
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
-from kvist.kv.block import BlockHash
+from kvist.kv.block import Tail
 from kvist.kv.keeper import Keeper
 from kvist.kv.names import Record
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.tiers import Restore, TierDecider, TransferPlan
+from kvist.kv.trails import Trails
+from kvist.request import Request
 
 
 class Restores:
-    def __init__(self, tier: TierDecider, keeper: Keeper, index: PrefixIndex) -> None:
-        self._tier, self._keeper, self._index = tier, keeper, index
-        self._under_way: dict[int, Restore] = {}
+    def __init__(self, tier: TierDecider, keeper: Keeper, index: PrefixIndex, trails: Trails) -> None:
+        self._tier, self._keeper, self._index, self._trails = tier, keeper, index, trails
+        self._under_way: dict[int, tuple[Restore, Record]] = {}
 
-    def find(self, root: BlockHash, hashes: Sequence[BlockHash], num_tokens: int, match: PrefixMatch) -> Restore | None:
-        """What the tier would add to the hit `match` of a prompt."""
-        limit, found = (num_tokens - 1) // self._index.block_size, match.whole().num_tokens
-        return None if found == limit * self._index.block_size else self._tier.beyond(self._index, root, hashes, limit, found)
+    def find(self, request: Request, record: Record, match: PrefixMatch) -> Restore | None:
+        """What the tier would add to the hit `match` of a request."""
+        return self._tier.beyond(self._index, record.root, record.hashes, request.num_tokens, match, request.token_ids)
 
-    def prepare(self, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
+    def prepare(self, restore: Restore, record: Record, match: PrefixMatch) -> TransferPlan | None:
         """Hold blocks for it, and none of the hit `match`; None, and nothing changed, when too few are free."""
         pool = self._keeper.pool
         hit = [block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]]
@@ -35,21 +37,48 @@ class Restores:
         if taken is None:
             return None
         plan = self._tier.prepare(restore, taken)
-        self._under_way[plan.plan_id] = restore
+        self._under_way[plan.plan_id] = restore, record
         return plan
 
     def complete(self, plan_id: int, filled: Sequence[bool]) -> None:
         """Enter what was brought into the index, and let go of the plan's blocks."""
-        copies = self._tier.complete(plan_id).copies
-        self._keeper.enter_restored(self._under_way.pop(plan_id), copies, filled)
+        copies, (restore, record) = self._tier.complete(plan_id).copies, self._under_way.pop(plan_id)
+        self._keeper.enter_restored(restore, copies, filled)
+        if restore.follower is not None:
+            self._lead_to(restore, record)
         self._keeper.pool.release([copy.block_id for copy in reversed(copies)])
 
-    def offer(self, record: Record, let_go: Sequence[int]) -> bool:
-        """Offer the tier what it lacks of a request's committed blocks. Whether it can be brought back sooner than computed."""
-        num_blocks, stop = 0, record.num_committed
-        if not stop:
-            return False
-        for group, (table, start) in enumerate(zip(record.tables, let_go, strict=True)):
-            self._tier.offer(group, record.hashes[start:stop], table[start:stop], record.root)
-            num_blocks += stop - min(start, stop)
-        return self._tier.is_cheaper(num_blocks, stop * self._index.block_size)
+    def _lead_to(self, restore: Restore, record: Record) -> None:
+        """Have the block behind the whole ones found by what it begins with, if all that is needed for it is here."""
+        length, follower, tail = restore.length, restore.follower, restore.tail(self._index.block_size)
+        assert follower is not None
+        last = self._index.get(0, restore.hashes[length - 1]) if length else None
+        here = [self._index.get(group, follower.name) is not None for group in range(self._index.num_groups)]
+        if not all(here) or (length and last is None):
+            return
+        tokens = record.tokens[: length * self._index.block_size] + follower.tokens
+        hashes = [*restore.hashes[:length], *([] if tail else [follower.name])]
+        for name in self._trails.brought(restore.root, hashes, tokens, last, tail):
+            self._keeper.forget_tail(name)
+
+    def offer(self, record: Record, starts: Sequence[int]) -> int:
+        """Offer the tier what it lacks of a request's committed blocks, of each group from its start on; how many these are."""
+        stop, size, num_blocks = record.num_committed, self._index.block_size, 0
+        for group, (table, start) in enumerate(zip(record.tables, starts, strict=True)):
+            if start < stop:
+                parent, tokens = record.hashes[start - 1] if start else record.root, record.tokens[start * size : stop * size]
+                self._tier.offer(group, record.root, parent, record.hashes[start:stop], table[start:stop], tokens)
+                num_blocks += stop - start
+        return num_blocks
+
+    def swap(self, record: Record, let_go: Sequence[int]) -> bool:
+        """Offer all. Whether it can be brought back sooner than computed."""
+        num_blocks = self.offer(record, let_go)
+        return num_blocks > 0 and self._tier.is_cheaper(num_blocks, record.num_committed * self._index.block_size)
+
+    def offer_tail(self, record: Record, tail: Tail, request: Request) -> None:
+        """Offer the last block, which is not full, of a request that has ended."""
+        start = tail.block * self._index.block_size
+        tokens = array("I", request.token_ids(start, start + tail.num_tokens))
+        for group, table in enumerate(record.tables):
+            self._tier.offer(group, record.root, tail.parent, [tail.name], [table[tail.block]], tokens)

@@ -2,7 +2,8 @@
 
 The decider of tiers handles names and block ids, no bytes: it emits frozen plans, and a computer carries them out (law L4). It
 knows of a tier only what it was told: what was stored, and what was lost. Such knowledge may be out of date, so a plan may fail
-block by block; what failed is computed.
+block by block; what failed is computed. With each block the tier keeps its origin (`kv/origins.py`), so that a new process knows
+its owner, and which block stood behind which: as on the device, the beginning of one serves a prompt that ends or turns off in it.
 
 Blocks are written when they are committed, not when they are evicted: a copy is at hand in time without holding up the step that
 needs the block, a killed process leaves all but its last moments behind, and preemption by swap has nothing left to write. It costs
@@ -17,16 +18,21 @@ a restore are held (pinned) from `prepare` to `complete`, and are found by the i
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvist.kv.block import BlockHash
-from kvist.kv.prefix import PrefixIndex
+from kvist.kv.block import HASH_BYTES, BlockHash, Tail
+from kvist.kv.origins import Origin, decode_format, encode_format, format_of, parent_of, root_of, tokens_of
+from kvist.kv.prefix import PrefixIndex, PrefixMatch
+from kvist.kv.spec import KVSpec
+from kvist.kv.trails import common_length
 
 PATIENCE = 16
-HASH_BYTES = 32
-Owned = dict[BlockHash, BlockHash | None]
-"""Blocks, each with the root of its prefix where that is known."""
+Tokens = Callable[[int, int], Sequence[int]]
+"""Those from a position to another of a prompt."""
+Owned = dict[BlockHash, BlockHash]
+"""Blocks, each with the root of its prefix."""
 
 
 class BlockCopy(NamedTuple):
@@ -35,6 +41,8 @@ class BlockCopy(NamedTuple):
     block_hash: BlockHash
     group: int
     block_id: int
+    about: bytes = b""
+    """On its way to a store: its encoded `Origin`."""
 
     @property
     def name(self) -> bytes:
@@ -49,6 +57,13 @@ class TransferPlan(NamedTuple):
     copies: tuple[BlockCopy, ...]
 
 
+class Follower(NamedTuple):
+    """The block that stood behind another the last time: whole, or the last of a sequence that has ended."""
+
+    name: BlockHash
+    tokens: array[int]
+
+
 class Restore(NamedTuple):
     """What a tier could add to a request's hit on the device: tokens [start, stop), by blocks that the device lacks."""
 
@@ -57,10 +72,22 @@ class Restore(NamedTuple):
     missing: tuple[tuple[int, BlockHash], ...]
     """(group, name), in the order of positions."""
     root: BlockHash
+    """Of the prefix."""
+    parents: tuple[BlockHash, ...]
+    """Of each missing block the name of the one before it, or the root."""
     hashes: Sequence[BlockHash]
-    """Of the whole prefix."""
-    blocks: tuple[int, ...]
-    """The numbers of the missing blocks in it."""
+    """Of the prefix; its first `length` do not change."""
+    length: int
+    """Whole blocks in [0, stop)."""
+    follower: Follower | None = None
+    """The block behind these that begins with the tokens from there to `stop`."""
+
+    def tail(self, block_size: int) -> Tail | None:
+        """The follower, if it is not full."""
+        if self.follower is None or len(self.follower.tokens) == block_size:
+            return None
+        parent = self.hashes[self.length - 1] if self.length else self.root
+        return Tail(self.follower.name, parent, self.length, len(self.follower.tokens))
 
 
 class TierRates(NamedTuple):
@@ -96,14 +123,19 @@ class Either(Container[BlockHash]):
 
 
 class TierDecider:
-    """One tier's books. `num_groups` is the number of KV groups, `block_bytes` what one block takes."""
+    """One tier's books, for memory of this `spec`."""
 
-    def __init__(self, num_groups: int, block_bytes: int) -> None:
+    def __init__(self, spec: KVSpec) -> None:
         self.rates = TierRates()
-        self._block_bytes = block_bytes
-        self._present: tuple[dict[BlockHash, BlockHash | None], ...] = tuple({} for _ in range(num_groups))
-        self._storing: tuple[dict[BlockHash, BlockHash | None], ...] = tuple({} for _ in range(num_groups))
-        """Each with the root of its prefix; None: found at the start, and not brought back since."""
+        self._size, self._block_bytes, self._looks_inside = spec.block_size, spec.block_bytes, spec.copies_beginnings
+        self._format = encode_format(spec.kv_format, spec.block_size)
+        self._formats: set[bytes] = set()
+        """All that have been found in the tier."""
+        self._present: tuple[dict[BlockHash, bytes], ...] = tuple({} for _ in spec.groups)
+        self._storing: tuple[dict[BlockHash, bytes], ...] = tuple({} for _ in spec.groups)
+        """Each with its encoded origin."""
+        self._followers: dict[BlockHash, BlockHash] = {}
+        """By the name of the block before it, or the root: the latest one in the tier, of the first group."""
         self._offers: list[BlockCopy] = []
         self._restores: dict[int, TransferPlan] = {}
         self._loading: set[tuple[int, BlockHash]] = set()
@@ -114,14 +146,24 @@ class TierDecider:
 
     # Writing
 
-    def offer(self, group: int, block_hashes: Iterable[BlockHash], block_ids: Iterable[int], root: BlockHash | None = None) -> None:
-        """These blocks, of a prefix behind `root`, hold what their names say, and stay as they are until `take_offers` was carried
+    def offer(
+        self,
+        group: int,
+        root: BlockHash,
+        parent: BlockHash,
+        block_hashes: Iterable[BlockHash],
+        block_ids: Iterable[int],
+        tokens: array[int],
+    ) -> None:
+        """These blocks follow each other behind `parent`, hold these tokens, and stay as they are until `take_offers` was carried
         out."""
-        present, storing = self._present[group], self._storing[group]
-        for block_hash, block_id in zip(block_hashes, block_ids, strict=True):
+        present, storing, size = self._present[group], self._storing[group], self._size
+        for block, (block_hash, block_id) in enumerate(zip(block_hashes, block_ids, strict=True)):
             if block_hash not in present and block_hash not in storing:
-                storing[block_hash] = root
-                self._offers.append(BlockCopy(block_hash, group, block_id))
+                theirs = tokens[block * size : (block + 1) * size]
+                storing[block_hash] = origin = Origin(self._format, root, parent, theirs).encode()
+                self._offers.append(BlockCopy(block_hash, group, block_id, origin))
+            parent = block_hash
 
     def take_offers(self) -> TransferPlan | None:
         """What is to be copied out now, before the next step writes."""
@@ -131,16 +173,28 @@ class TierDecider:
         plan, self._offers = TransferPlan(self._num_plans, tuple(self._offers)), []
         return plan
 
+    def found(self, records: Iterable[tuple[bytes, bytes]]) -> None:
+        """These names were in the tier at the start, and so much is known of them. Some may be of another model or format."""
+        for name, origin in records:
+            group, block_hash = parse_name(name)
+            self._formats.add(format_of(origin))
+            if group < len(self._present):
+                self._enter(group, block_hash, origin)
+
     def stored(self, names: Iterable[bytes]) -> Owned:
-        """Returns what was not known to be there."""
+        """What was offered has arrived. Returns what was not known to be there."""
         new = {}
         for name in names:
             group, block_hash = parse_name(name)
-            if group < len(self._present):
-                root = self._storing[group].pop(block_hash, None)
-                if block_hash not in self._present[group]:
-                    new[block_hash] = self._present[group][block_hash] = root
+            if (origin := self._storing[group].pop(block_hash, None)) is not None:
+                self._enter(group, block_hash, origin)
+                new[block_hash] = root_of(origin)
         return new
+
+    def _enter(self, group: int, block_hash: BlockHash, origin: bytes) -> None:
+        self._present[group][block_hash] = origin
+        if group == 0 and self._looks_inside:
+            self._followers[parent_of(origin)] = block_hash
 
     def lost(self, names: Iterable[bytes]) -> tuple[Owned, Owned]:
         """Returns what is no longer in the tier, and what has never arrived."""
@@ -149,9 +203,12 @@ class TierDecider:
         for name in names:
             group, block_hash = parse_name(name)
             if group < len(self._present):
-                for place, out in ((self._present[group], gone), (self._storing[group], missed)):
-                    if block_hash in place:
-                        out[block_hash] = place.pop(block_hash)
+                if (origin := self._present[group].pop(block_hash, None)) is not None:
+                    gone[block_hash] = root_of(origin)
+                    if group == 0 and self._followers.get(parent := parent_of(origin)) == block_hash:
+                        del self._followers[parent]
+                if (origin := self._storing[group].pop(block_hash, None)) is not None:
+                    missed[block_hash] = root_of(origin)
         return gone, missed
 
     def keeps(self, group: int, block_hash: BlockHash) -> bool:
@@ -165,21 +222,62 @@ class TierDecider:
         return tuple(Either(table, present) for table, present in zip(tables, self._present, strict=True))
 
     def beyond(
-        self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], limit: int, found_tokens: int
+        self,
+        index: PrefixIndex,
+        root: BlockHash,
+        hashes: Sequence[BlockHash],
+        num_tokens: int,
+        match: PrefixMatch,
+        token_ids: Tokens,
     ) -> Restore | None:
-        """What the tier adds to the `found_tokens` of a prompt, of which `limit` blocks may be found; None if it adds nothing."""
-        length = index.longest(hashes, limit, self.beside(index.among(hashes[:limit])))
-        if length * index.block_size <= found_tokens:
+        """What the tier adds to the hit `match` of a prompt of `num_tokens`, whose last is computed; None if it adds nothing.
+        `hashes` are at least those of the blocks that may be found."""
+        found, limit = match.whole().num_tokens // self._size, (num_tokens - 1) // self._size
+        length = found if found == limit else index.longest(hashes, limit, self.beside(index.tables))
+        follower, copied = self._follower(index, root, hashes, length, num_tokens, token_ids)
+        stop = length * self._size + copied
+        if length == found and 2 * (stop - match.num_tokens + 1) < self._size:
+            # Not worth the block that would be evicted for it.
             return None
         missing = index.missing(hashes, length)
-        numbers = {block_hash: block for block, block_hash in enumerate(hashes[:length])}
-        blocks = tuple(numbers[block_hash] for _, block_hash in missing)
-        return Restore(found_tokens, length * index.block_size, tuple(missing), root, hashes[:length], blocks)
+        before = dict(zip(hashes, (root, *hashes), strict=False))
+        if follower is not None:
+            missing += [(group, follower.name) for group, table in enumerate(index.tables) if follower.name not in table]
+            before[follower.name] = hashes[length - 1] if length else root
+        if not missing:
+            return None
+        parents = tuple(before[block_hash] for _, block_hash in missing)
+        return Restore(match.num_tokens, stop, tuple(missing), root, parents, hashes, length, follower)
+
+    def _follower(
+        self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], length: int, num_tokens: int, token_ids: Tokens
+    ) -> tuple[Follower | None, int]:
+        """The block behind a prompt's first `length` blocks that begins as the prompt goes on, and for how many tokens. With the
+        last token, which is computed anyway, it is half a block, or not worth it."""
+        name = self._followers.get(hashes[length - 1] if length else root)
+        begin, end = length * self._size, min((length + 1) * self._size, num_tokens) - 1
+        if name is None or 2 * (end - begin + 1) < self._size:
+            return None, 0
+        tokens = tokens_of(self._present[0][name])
+        copied = common_length(tokens, token_ids(begin, end))
+        worth = 2 * (copied + 1) >= self._size and all(name in table for table in self.beside(index.tables))
+        return (Follower(name, tokens), copied) if worth else (None, 0)
+
+    def reach(self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> int:
+        """How many tokens of a prompt, without its last, device and tier hold together."""
+        length = index.longest(hashes, (len(token_ids) - 1) // self._size, self.beside(index.tables))
+        _, copied = self._follower(index, root, hashes, length, len(token_ids), lambda start, stop: token_ids[start:stop])
+        return length * self._size + copied
 
     @property
     def names(self) -> Sequence[Container[BlockHash]]:
         """Per group, what the tier has."""
         return self._present
+
+    @property
+    def formats(self) -> list[tuple[str, int]]:
+        """KV formats and block sizes that were found in the tier at the start."""
+        return [decode_format(form) for form in self._formats]
 
     @property
     def is_empty(self) -> bool:
@@ -211,9 +309,6 @@ class TierDecider:
         )
         self._restores[plan.plan_id] = plan
         self._loading.update(restore.missing)
-        for group, block_hash in restore.missing:
-            if block_hash in self._present[group]:
-                self._present[group][block_hash] = restore.root
         return plan
 
     def complete(self, plan_id: int) -> TransferPlan:
@@ -239,5 +334,7 @@ class TierDecider:
         assert len(self._loading) == len(pinned)
         for present, storing in zip(self._present, self._storing, strict=True):
             assert not present.keys() & storing.keys()
+        for parent, block_hash in self._followers.items():
+            assert parent_of(self._present[0][block_hash]) == parent
         for copy in self._offers:
             assert copy.block_hash in self._storing[copy.group]

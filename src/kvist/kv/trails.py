@@ -77,13 +77,16 @@ class Trails:
         self._trails[self._number] = _Trail(root, hashes, request.prompt_token_ids, request.output_token_ids)
         return self._number
 
-    def passed(self, number: int, start: int, block_ids: Sequence[int]) -> BlockHash | None:
-        """A sequence has computed these blocks (of the first group), from its logical block `start` on. Returns a tail that is not
-        found any more."""
+    def passed(self, number: int, start: int, block_ids: Sequence[int], last: int) -> BlockHash | None:
+        """A sequence has computed these blocks (of the first group), from its logical block `start` on, behind its block `last`.
+        Returns a tail that is not found any more."""
         mark, trail = self._mark, self._trails[number]
         if not start:
             self._beginning[trail.root] = number
-        elif (before := self._index.get(0, trail.hashes, start - 1)) is not None:
+        # A block without a name is the second one of its content: the mark belongs to the first, which is found.
+        elif (mark[last] != number or self._index.hash_of(last) is None) and (
+            before := self._index.get(0, trail.hashes[start - 1])
+        ) is not None:
             mark[before] = number
         for block_id in block_ids:
             mark[block_id] = number
@@ -115,6 +118,19 @@ class Trails:
             self._num_ended_tokens -= len(self._forget(forgotten).prompt)
         return [name for name in lost if name is not None and (tail is None or name != tail.name)]
 
+    def brought(
+        self, root: BlockHash, hashes: list[BlockHash], token_ids: array[int], last: int | None, tail: Tail | None
+    ) -> list[BlockHash]:
+        """These tokens came from a tier: whole blocks called `hashes`, and behind them a `tail`, if it has one. `last` is
+        the block, of the first group, before the last one of both. Returns as `close` does."""
+        self._number = number = self._number % 0xFFFFFFFF + 1
+        self._trails[number] = _Trail(root, hashes, token_ids, ())
+        if last is None:
+            self._beginning[root] = number
+        else:
+            self._mark[last] = number
+        return self.close(number, token_ids, tail)
+
     def _lose_tail(self, number: int) -> BlockHash | None:
         trail = self._trails[number]
         if trail.tail is None:
@@ -135,28 +151,28 @@ class Trails:
         length = match.num_tokens // self._block_size
         best = 0
         sources: tuple[int, ...] = ()
-        for names, block, theirs in self._candidates(match, length, root, hashes):
+        for name, theirs in self._candidates(match, length, root, hashes):
             if (common := common_length(theirs, token_ids)) > best:
-                found = [self._index.get(group, names, block) for group in range(len(match.block_ids))]
+                found = [self._index.get(group, name) for group in range(len(match.block_ids))]
                 if None not in found:
                     best, sources = common, tuple(block_id for block_id in found if block_id is not None)
         return match._replace(num_tokens=match.num_tokens + best, copied_from=sources, num_copied=best) if best else match
 
     def _candidates(
         self, match: PrefixMatch, length: int, root: BlockHash, hashes: Sequence[BlockHash]
-    ) -> Iterator[tuple[list[BlockHash], int, list[int]]]:
-        """Blocks that stood behind the `length` blocks of a hit: prefix, number in it, and tokens."""
+    ) -> Iterator[tuple[BlockHash, list[int]]]:
+        """Names and tokens of blocks that stood behind the `length` blocks of a hit."""
         begin = match.num_tokens
         if not length:
             trail = self._trails.get(self._beginning.get(root, 0))
         else:
             trail = self._trails.get(self._mark[match.block_ids[0][-1]]) if match.first_blocks[0] < length else None
         if trail is not None and len(trail.hashes) > length and (not length or trail.hashes[length - 1] == hashes[length - 1]):
-            yield trail.hashes, length, trail.token_ids(begin, begin + self._block_size)
+            yield trail.hashes[length], trail.token_ids(begin, begin + self._block_size)
         if self._tails and (ended := self._tails.get(hashes[length - 1] if length else root)) is not None:
             tail = self._trails[ended].tail
             assert tail is not None
-            yield [tail.name], 0, self._trails[ended].token_ids(begin, begin + tail.num_tokens)
+            yield tail.name, self._trails[ended].token_ids(begin, begin + tail.num_tokens)
 
     def check_invariants(self) -> None:
         assert len(self._ended) == len(set(self._ended)) <= MAX_PROMPTS

@@ -6,9 +6,13 @@ complete, the blocks are in the prefix index, and admission finds them like any 
 plan until then, but no longer than computing would have taken (within MIN_WAIT and MAX_WAIT seconds): then it is admitted with what
 is there, and what comes later serves others.
 
-It decides on integers and the step's `now`; it moves nothing. Invariants: one plan a request and stay in the queue, so nobody waits
-twice; a plan takes free blocks only, beyond the reserve that admission leaves; a request that left does not end its plan, whose
-blocks stay pinned until it is complete.
+Between its plan and its admission others may take the blocks that came, as those that run grow into all that is free. So a
+preempted request, which is in the queue because blocks were short, has a plan only once there is room for all of it; and the first
+in the queue, if there is room for it, has another plan where blocks of the last one are gone again.
+
+It decides on integers and the step's `now`; it moves nothing. Invariants: a request has one plan at a time, and MAX_PLANS in one
+stay in the queue, so nobody waits for ever; a plan takes free blocks only, beyond the reserve that admission leaves; a request that
+left does not end its plan, whose blocks stay pinned until it is complete.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from kvist.request import Request
 
 DEPTH = 4
 MIN_WAIT, MAX_WAIT = 0.25, 10.0
+MAX_PLANS = 4
 
 
 class _Wait(NamedTuple):
@@ -30,8 +35,10 @@ class _Wait(NamedTuple):
 
     plan_id: int | None
     start: int = 0
+    """Of all its plans."""
     stop: int = 0
     deadline: float = 0.0
+    num_plans: int = 1
 
 
 class Prefetcher:
@@ -42,17 +49,27 @@ class Prefetcher:
         self._manager = manager
         self._tier: TierDecider = manager.tier
         self._waits: dict[str, _Wait] = {}
-        self._running_plans: set[int] = set()
+        self._running_plans: dict[int, str] = {}
+        """And whose they are."""
 
     def look_ahead(self, waiting: Sequence[Request], running: Iterable[Request], now: float) -> tuple[TransferPlan, ...]:
-        """Plans for those of these waiting requests that have none yet."""
+        """Plans for those of these waiting requests that have had none."""
         if self._tier.is_empty:
             return ()
-        plans = []
-        for request in waiting:
-            if request.request_id not in self._waits and (plan := self._plan(request, running, now)) is not None:
-                plans.append(plan)
-        return tuple(plans)
+        new = (request for request in waiting if request.request_id not in self._waits and not request.num_preemptions)
+        return tuple(plan for request in new if (plan := self._plan(request, running, now)) is not None)
+
+    def look_at_first(
+        self, request: Request, running: Iterable[Request], now: float, *, has_room: bool
+    ) -> tuple[TransferPlan, ...]:
+        """A plan for the first in the queue, which would be admitted now if it `has_room`, or none."""
+        if not has_room or self._tier.is_empty:
+            return self.look_ahead([request], running, now)
+        wait = self._waits.get(request.request_id)
+        if wait is not None and (wait.plan_id is None or wait.plan_id in self._running_plans or wait.num_plans == MAX_PLANS):
+            return ()
+        plan = self._plan(request, running, now)
+        return () if plan is None else (plan,)
 
     def _plan(self, request: Request, running: Iterable[Request], now: float) -> TransferPlan | None:
         manager, tier = self._manager, self._tier
@@ -65,11 +82,13 @@ class Prefetcher:
         if not tier.is_worth_it(restore):
             self._waits[request.request_id] = _Wait(None)
             return None
-        plan = manager.prepare_restore(restore, match)
+        plan = manager.prepare_restore(request, restore, match)
         if plan is None:
             return None
-        self._waits[request.request_id] = _Wait(plan.plan_id, restore.start, restore.stop, now + self._patience(restore))
-        self._running_plans.add(plan.plan_id)
+        last = self._waits.get(request.request_id, _Wait(None, restore.start, num_plans=0))
+        start, deadline = min(last.start, restore.start), now + self._patience(restore)
+        self._waits[request.request_id] = _Wait(plan.plan_id, start, restore.stop, deadline, last.num_plans + 1)
+        self._running_plans[plan.plan_id] = request.request_id
         return plan
 
     def _patience(self, restore: Restore) -> float:
@@ -90,7 +109,10 @@ class Prefetcher:
     def complete(self, plan_id: int, filled: Sequence[bool]) -> None:
         """A plan was carried out; `filled` says which of its blocks hold what they should."""
         self._manager.complete_restore(plan_id, filled)
-        self._running_plans.discard(plan_id)
+        request_id = self._running_plans.pop(plan_id)
+        wait = self._waits.get(request_id)
+        if wait is not None and wait.plan_id == plan_id and not all(filled):
+            self._waits[request_id] = wait._replace(num_plans=MAX_PLANS)
 
     def swap_out(self, request: Request) -> bool:
         """A request is about to lose its blocks: have the tier keep them. Whether it is to come back from there."""

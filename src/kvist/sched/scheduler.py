@@ -302,9 +302,9 @@ class Scheduler:
             match = manager.match(job.request) if self._use_cache else manager.no_match()
             if self._use_cache and manager.is_being_computed(job.request, match, (one.request for one in self._running)):
                 return "prefix"
-            if self._waits_for_tier(job, step):
-                return "tier"
             admitted = self._admissible(job, match)
+            if self._waits_for_tier(job, step, has_room=admitted is not None):
+                return "tier"
             if admitted is None:
                 return "blocks"
             del self._waiting[len(step.forks)]
@@ -340,12 +340,13 @@ class Scheduler:
     def _look_ahead(self, jobs: Sequence[Job], step: Step) -> None:
         """Have blocks brought back for waiting requests; after admission, so that this evicts nothing that those just found."""
         if self._prefetcher is not None:
-            running = [one.request for one in self._running]
-            step.restores += self._prefetcher.look_ahead([job.request for job in jobs], running, step.now)
+            step.restores += self._prefetcher.look_ahead([job.request for job in jobs], self.running, step.now)
 
-    def _waits_for_tier(self, job: Job, step: Step) -> bool:
-        self._look_ahead([job], step)
-        return self._prefetcher is not None and self._prefetcher.holds(job.request, step.now)
+    def _waits_for_tier(self, job: Job, step: Step, *, has_room: bool) -> bool:
+        if self._prefetcher is None:
+            return False
+        step.restores += self._prefetcher.look_at_first(job.request, self.running, step.now, has_room=has_room)
+        return self._prefetcher.holds(job.request, step.now)
 
     def _growth(self, job: Job) -> int:
         """Blocks that `job` leaves to those that run when it comes back after a preemption, twice as many each time: otherwise the

@@ -5,6 +5,7 @@ Knows every module of this room and none of their inner workings. The engine run
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,7 +32,7 @@ from kvist.server.queueing import Queue
 from kvist.server.series import KvistSeries
 from kvist.server.state import ServerState
 from kvist.server.vllm_metrics import VllmSeries
-from kvist.server.warmup import warm_up
+from kvist.server.warmup import warm_up, warm_up_forms
 
 REQUEST_HEADERS = ("authorization", "content-type", "x-request-id", "x-kvist-events")
 ANSWER_HEADERS = ("x-request-id", "retry-after")
@@ -77,9 +78,11 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None, life:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        forms: asyncio.Task[None] | None = None
         try:
             if options.warm_up:
                 await warm_up(engine)
+                forms = asyncio.create_task(warm_up_forms(engine))
             state.life.ready = True
         except KvistError as error:
             state.life.start_error = error
@@ -87,6 +90,8 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None, life:
             yield
         finally:
             state.life.ready = False
+            if forms is not None:
+                forms.cancel()
             await engine.shutdown()
 
     keys = KeyRing(options.api_keys, options.api_key_file) if options.wants_keys else None

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvist.errors import InvalidRequestError
 from kvist.server.failures import Refusal
-from kvist.server.pieces import load
+from kvist.server.pieces import DoubledNameError, load, members
 
 T = TypeVar("T")
 
@@ -130,16 +130,19 @@ async def _discard(request: Request) -> None:
 
 
 def parse(body: bytes) -> Any:
-    """JSON from bytes. Raises InvalidRequestError for what is not UTF-8, not JSON, too deep or too much, or text that UTF-8 cannot
-    hold. Depth and number of values are looked at first: nothing is built of what is refused for them."""
+    """JSON from bytes. Raises InvalidRequestError for what is not UTF-8, not JSON, too deep or too much, names a member twice, or
+    holds text that UTF-8 cannot. Depth and number of values are looked at first: nothing is built of what is refused for them."""
     _check_shape(body)
     try:
         text = body.decode("utf-8")
-        value = json.loads(text) if len(body) <= SMALL_BODY else load(text)
+        value = json.loads(text, object_pairs_hook=members) if len(body) <= SMALL_BODY else load(text)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not UTF-8 text (byte {error.start}).") from None
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error.msg} (character {error.pos}).") from None
+    except DoubledNameError as error:
+        name = error.name[:40]
+        raise InvalidRequestError(f"The body names {name!r} twice in one object; send it once.", param=name) from None
     except ValueError:
         raise InvalidRequestError("The body is not JSON that can be read: a number has too many digits.") from None
     if "\\ud" in text or "\\uD" in text:

@@ -26,7 +26,7 @@ from kvist.server.logprobs import TokenLabels, chat_entries
 from kvist.server.protocol import ChatRequest, parse_request
 from kvist.server.sse import DATA
 from kvist.server.state import ServerState, state_of
-from kvist.server.streaming import GenerationResponse, Plan, dumps, quoted
+from kvist.server.streaming import Frame, GenerationResponse, Plan, dumps, quoted
 from kvist.server.tools import ToolUse
 
 router = APIRouter()
@@ -189,11 +189,14 @@ class ChatFormat:
         """A chunk in mid-answer holds a text and nothing else: nearly all are such, and take the short way."""
         self._readers: dict[int, AnswerReader] = {}
 
+    def frame(self, choice: int) -> Frame | None:
+        if not self._plain or choice not in self._started:
+            return None
+        return f'{self._head}{choice},"delta":{{"content":', '},"logprobs":null,"finish_reason":null'
+
     def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterable[str]:
-        if self._plain and delta.finish_reason is None and choice in self._started:
-            content = quoted(delta.text)
-            event = f'{self._head}{choice},"delta":{{"content":{content}}},"logprobs":null,"finish_reason":null{tail}'
-            return (event,) if delta.text else ()
+        if delta.finish_reason is None and (frame := self.frame(choice)):
+            return (f"{frame[0]}{quoted(delta.text)}{frame[1]}{tail}",) if delta.text else ()
         return self._all_events(choice, delta, tail)
 
     def _all_events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:

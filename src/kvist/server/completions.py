@@ -24,7 +24,7 @@ from kvist.server.logprobs import CompletionLogprobs, TokenLabels, join_pieces
 from kvist.server.protocol import CompletionRequest, parse_request
 from kvist.server.sse import DATA
 from kvist.server.state import ServerState, state_of
-from kvist.server.streaming import GenerationResponse, Plan, dumps, quoted
+from kvist.server.streaming import Frame, GenerationResponse, Plan, dumps, quoted
 
 router = APIRouter()
 
@@ -116,9 +116,14 @@ class CompletionFormat:
         self._open: dict[int, CompletionLogprobs] = {}
         self._started: set[int] = set()
 
+    def frame(self, choice: int) -> Frame | None:
+        if not self._plain or choice not in self._started:
+            return None
+        return f'{self._head}{choice},"text":', ',"logprobs":null,"finish_reason":null'
+
     def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterable[str]:
-        if self._plain and delta.finish_reason is None and choice in self._started:
-            return (self._chunk(choice, delta.text, "null", tail),) if delta.text else ()
+        if delta.finish_reason is None and (frame := self.frame(choice)):
+            return (f"{frame[0]}{quoted(delta.text)}{frame[1]}{tail}",) if delta.text else ()
         return self._all_events(choice, delta, tail)
 
     def _all_events(self, choice: int, delta: OutputDelta, tail: str) -> Iterator[str]:

@@ -19,10 +19,10 @@ import re
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from itertools import count
-from typing import cast
+from typing import Any, cast
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -45,6 +45,7 @@ UNSENT_BYTES = 64 * 1024
 PROBE_SECONDS = 60
 """A silent connection is probed after this long, so that a client that vanished without a word is noticed."""
 
+_HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 _UPGRADE = re.compile(rb"^upgrade(?=[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -57,6 +58,7 @@ def _answer(refusal: Refusal) -> bytes:
 
 
 _MALFORMED = _answer(Refusal(400, "What was sent is not a request in HTTP/1.1.", code="malformed_request"))
+_NO_HOST = _answer(Refusal(400, "The request needs one Host header, which names a host.", code="malformed_request"))
 _LATE = _answer(Refusal(408, "The request's head did not arrive in time.", code="timeout"))
 _LARGE = _answer(Refusal(431, f"The request's head is larger than {HEAD_BYTES} bytes.", code="head_too_large"))
 _FULL = _answer(Refusal(503, "All connections are in use; ask again later.", code="server_busy", headers={"retry-after": "1"}))
@@ -77,10 +79,14 @@ class Connection(HttpToolsProtocol):
     _last_active = 0
     _answered: RequestResponseCycle | None = None
     """The request that is being answered, or was last; `cycle` is the one that was read last."""
+    open_answer: Mapping[str, Any] | None = None
+    """The scope of which `can_write_piece` is known; whatever changes that, takes it away."""
     _body_bytes = 0
     _other_bytes = 0
     """Of the request that is being read, body and all else."""
     _in_head = True
+    _complaint = _MALFORMED
+    """The answer to what the parser, or a look at the head, refuses."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not asked for its class: uvloop's transports have none of asyncio's.
@@ -120,8 +126,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(_LARGE)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what its parser refuses."""
-        self._refuse(_MALFORMED)
+        """uvicorn's answer where its parser, or what it calls, raises."""
+        self._refuse(self._complaint)
 
     def on_message_begin(self) -> None:
         self._body_bytes = self._other_bytes = 0
@@ -132,6 +138,9 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
+        if not _names_host(self.headers, self.parser.get_http_version()):
+            self._complaint = _NO_HOST
+            raise ValueError("no host")
         last = self.cycle
         self._in_head = False
         super().on_headers_complete()
@@ -147,19 +156,23 @@ class Connection(HttpToolsProtocol):
 
     def can_write_piece(self, scope: Scope) -> bool:
         """Whether `scope`'s answer is on its way, in chunks, and the client has taken all of it so far."""
-        cycle = self._answered
-        return (
-            cycle is not None
-            and cycle.scope is scope
-            and cycle.chunked_encoding is True
-            and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
-        )
+        return self.open_answer is scope or self._opens(scope)
 
-    def write_piece(self, piece: bytes) -> None:
-        """A piece of the answer that `can_write_piece` was asked about: as ASGI's `send` would, without the way there."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    def _opens(self, scope: Scope) -> bool:
+        cycle = self._answered
+        if cycle is None or cycle.scope is not scope or cycle.chunked_encoding is not True:
+            return False
+        if cycle.response_complete or cycle.disconnected or self.flow.write_paused:
+            return False
+        self.open_answer = scope
+        return True
+
+    def write_piece(self, piece: str) -> None:
+        """A piece, ASCII, of the answer that `can_write_piece` was asked about: as ASGI's `send` would, without the way there."""
+        self.transport.write(f"{len(piece):x}\r\n{piece}\r\n".encode("ascii"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.open_answer = None
         self._forget_head()
         self._forget_unread()
         super().connection_lost(exc)
@@ -171,6 +184,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
 
     def pause_writing(self) -> None:
+        self.open_answer = None
         super().pause_writing()
         self._await_reader()
 
@@ -179,6 +193,7 @@ class Connection(HttpToolsProtocol):
         self._forget_unread()
 
     def on_response_complete(self) -> None:
+        self.open_answer = None
         self._last_active = next(self.turns)
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
@@ -245,6 +260,12 @@ def _without_upgrade(piece: bytes) -> bytes:
     `curl --http2` would at each request. The parser takes it as granted, and drops the body."""
     head, end, rest = piece.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"ignored", head) + end + rest if _UPGRADE.search(head) else piece
+
+
+def _names_host(headers: list[tuple[bytes, bytes]], version: str) -> bool:
+    """RFC 9112, section 3.2: one Host and no more, which older clients may leave out."""
+    hosts = [value for name, value in headers if name == b"host"]
+    return version == "1.0" if not hosts else len(hosts) == 1 and _HOST.fullmatch(hosts[0].strip()) is not None
 
 
 def connection_class(options: ServerOptions) -> type[asyncio.Protocol]:

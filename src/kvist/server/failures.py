@@ -65,7 +65,9 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def _clipped(text: str, size: int) -> str:
-    return text if len(text) <= size else f"{text[:size]} ..."
+    """What an answer can hold: half a surrogate pair, which JSON may name and UTF-8 cannot write, is spelled out."""
+    shown = text if len(text) <= size else f"{text[:size]} ..."
+    return shown.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def error_response(error: Exception) -> Response:

@@ -1,11 +1,10 @@
 """`/health` (the process and its engine live), `/ready` (it takes requests), `/version` (what computes the answers).
 
-Reads flags only, so it answers while the engine is busy. `/health` and `/ready` need no API key.
+Reads flags only, so it answers while the engine is busy. `/health` and `/ready` need no API key. Here and elsewhere routes give
+responses: of other values FastAPI makes models, at each start and each answer.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -34,10 +33,10 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/version")
-async def version(request: Request) -> dict[str, Any]:
+async def version(request: Request) -> Response:
     """What runs here. Two servers of one model file and one numeric profile give the same answers, bit for bit."""
     config = state_of(request).engine.config
-    return {
+    told = {
         "version": __version__,
         "profile": config.profile,
         "isa": config.isa,
@@ -46,3 +45,4 @@ async def version(request: Request) -> dict[str, Any]:
         "block_size": config.spec.block_size,
         "max_model_len": config.effective_max_len,
     }
+    return JSONResponse(told)

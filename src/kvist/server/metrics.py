@@ -2,7 +2,7 @@
 
 Knows prometheus-client and the engine's snapshot, never the engine's deciders. A scrape reads the latest snapshot and needs no
 engine step. Invariants: each request ends in exactly one outcome; the sources of prompt tokens add up to the prompt tokens; what a
-token costs here is one clock reading and one search of a short list. Names are in `series`, vLLM's in `vllm_metrics`.
+token costs here is one search of a short list. Names are in `series`, vLLM's in `vllm_metrics`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvist.errors import UsageError
 from kvist.request import RequestUsage
 from kvist.server.client import Snapshot
 from kvist.server.generation import ClientGone
+from kvist.server.usage import Progress
 
 log = logging.getLogger("kvist.server")
 
@@ -69,11 +70,11 @@ class RequestRecord:
 
     def __init__(self, metrics: Metrics, route: str) -> None:
         self._metrics = metrics
+        self._inter_token = metrics.inter_token
         self._route = route
         self._start = time.perf_counter()
-        self._last: dict[int, float] = {}
-        self._first: dict[int, float] = {}
         self._longest = 0
+        self._begun = False
         self.outcome: str | None = None
 
     def __enter__(self) -> Self:
@@ -83,21 +84,21 @@ class RequestRecord:
         if error is not None:
             self.end(_outcome(error))
 
-    def tokens(self, choice: int, count: int) -> None:
+    def tokens(self, progress: Progress, count: int, now: float) -> None:
         """`count` tokens of a choice arrived together."""
         if not count:
             return
-        now = time.perf_counter()
-        last = self._last.get(choice)
-        self._last[choice] = now
-        if last is not None:
-            self._metrics.inter_token.observe((now - last) / count, count)
-            return
-        if not self._first:
-            self._metrics.first_token.observe(now - self._start)
-        self._first[choice] = now
+        progress.tokens += count
+        if progress.first is not None:
+            self._inter_token.observe((now - progress.last) / count, count)
+        else:
+            progress.first = now
+            if not self._begun:
+                self._begun = True
+                self._metrics.first_token.observe(now - self._start)
+        progress.last = now
 
-    def choice_finished(self, choice: int, reason: str, usage: RequestUsage | None) -> None:
+    def choice_finished(self, progress: Progress, reason: str, usage: RequestUsage | None) -> None:
         metrics = self._metrics
         metrics.finished[reason] += 1
         if usage is None:
@@ -106,8 +107,8 @@ class RequestRecord:
         metrics.prompt_length.observe(usage.num_prompt_tokens)
         metrics.output_length.observe(usage.num_output_tokens)
         self._longest = max(self._longest, usage.num_output_tokens)
-        if choice in self._first:
-            prefill, decode = max(0.0, usage.time_to_first_token - usage.queue_time), self._last[choice] - self._first[choice]
+        if progress.first is not None:
+            prefill, decode = max(0.0, usage.time_to_first_token - usage.queue_time), progress.last - progress.first
             metrics.prefill.observe(prefill)
             metrics.decode.observe(decode)
             metrics.inference.observe(prefill + decode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
 
 from kvist.server.failures import unknown_model
 from kvist.server.state import ServerState, state_of
@@ -24,16 +25,16 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
 
 
 @router.get("/v1/models")
-async def list_models(request: Request) -> dict[str, Any]:
+async def list_models(request: Request) -> Response:
     """Every name that the field `model` may have."""
     state = state_of(request)
-    return {"object": "list", "data": [_card(state, name) for name in state.served_names]}
+    return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.served_names]})
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(request: Request, name: str) -> dict[str, Any]:
+async def get_model(request: Request, name: str) -> Response:
     """One of them, or 404."""
     state = state_of(request)
     if name not in state.served_names:
         raise unknown_model(name, state.served_names)
-    return _card(state, name)
+    return JSONResponse(_card(state, name))

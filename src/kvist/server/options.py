@@ -45,7 +45,7 @@ class ServerOptions:
     vllm_metrics: bool = False
     """Show the metrics under vLLM's names too."""
     warm_up: bool = True
-    """Ready only after a completion has worked."""
+    """Ready only after a completion has worked; what structured outputs need is made right behind."""
     max_connections: int = 4096
     drain_timeout: float = 30.0
     """From the first signal until what still runs is ended."""

@@ -1,7 +1,8 @@
 """JSON of large bodies, parsed piece by piece: the standard parser holds Python's lock from a text's begin to its end, and with it
 everybody's streams; 200,000 numbers or 100,000 members take it 20 to 100 ms.
 
-What it gives and refuses is what `json.loads` gives and refuses. Each piece is the standard parser's: a value that ends within a
+What it gives and refuses is what `json.loads` gives and refuses, but that no object may name a member twice: one of both would be
+ignored. Each piece is the standard parser's: a value that ends within a
 window, a run of numbers, or one string. Knows no requests and no limits.
 """
 
@@ -14,13 +15,34 @@ from typing import Any
 WINDOW = 4096
 """Characters that are parsed at once, where no string is longer."""
 
-_scan = json.JSONDecoder().raw_decode
+
+class DoubledNameError(ValueError):
+    """An object names a member twice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these members. Raises DoubledNameError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names: set[str] = set()
+        for name, _ in pairs:
+            if name in names:
+                raise DoubledNameError(name)
+            names.add(name)
+    return found
+
+
+_scan = json.JSONDecoder(object_pairs_hook=members).raw_decode
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBERS = re.compile(r"[-+.0-9eE, \t\n\r]*")
 
 
 def load(text: str) -> Any:
-    """As `json.loads`. Raises JSONDecodeError. It calls itself once a level: whoever calls bounds them."""
+    """As `json.loads`. Raises JSONDecodeError and DoubledNameError. It calls itself once a level: whoever calls bounds them."""
     value, end = _value(text, _skip(text, 0))
     if end != len(text) and (end := _skip(text, end)) != len(text):
         raise json.JSONDecodeError("Extra data", text, end)
@@ -95,6 +117,8 @@ def _object(text: str, position: int) -> tuple[dict[str, Any], int]:
         if text[position : position + 1] != '"':
             raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, position)
         name, position = _scan(text, position)
+        if name in values:
+            raise DoubledNameError(name)
         position = _skip(text, position)
         if text[position : position + 1] != ":":
             raise json.JSONDecodeError("Expecting ':' delimiter", text, position)

@@ -86,8 +86,9 @@ class _Server(uvicorn.Server):
             raise self._life.start_error
         if self.started and not self.should_exit:
             # What was loaded stays. To search it for garbage, again and again, would hold every stream for tens of milliseconds.
-            gc.collect()
+            # What a start leaves of garbage is little, and looking for it takes as long.
             gc.freeze()
+            gc.enable()
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

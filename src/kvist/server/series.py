@@ -107,7 +107,9 @@ class KvistSeries(Collector):
         yield counter("kvist:tier_errors", "Operations of a memory tier that failed.", errors, ("tier", "operation"))
         refused: dict[tuple[str, ...], float] = {(name,): tier.refused_restores}
         yield counter("kvist:tier_restores_refused", "Hits that were computed because that was cheaper.", refused, ("tier",))
-        yield counter("kvist:swaps", "Preemptions whose requests came back from a tier.", by({name: tier.swaps}), ("tier",))
+        told: dict[tuple[str, ...], float] = {(name, kind): rate for kind, rate in tier.rates._asdict().items() if rate is not None}
+        yield gauge("kvist:tier_rates", "Measured speeds by which the cheaper way is chosen.", told, ("tier", "kind"))
+        yield counter("kvist:swaps", "Preemptions whose requests were to come back from a tier.", by({name: tier.swaps}), ("tier",))
 
     def _requests(self) -> Iterable[Metric]:
         own = self._metrics

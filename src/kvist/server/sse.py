@@ -9,6 +9,7 @@ some proxies close what stays silent. One timer a stream looks at the time of th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 from starlette.types import Scope, Send
@@ -33,12 +34,13 @@ class EventStream:
     def __init__(self, scope: Scope, send: Send, silence: float = KEEP_ALIVE_SECONDS) -> None:
         self._scope = scope
         self._send = send
-        self._connection = connection_of(scope)
+        self.connection = connection_of(scope)
         self._silence = silence
         self.started = False
         self._writing = False
         self._loop = asyncio.get_running_loop()
-        self._last_word = self._loop.time()
+        self.last_word = time.perf_counter()
+        """When something was written last."""
         self._timer = self._loop.call_later(silence, self._look)
         self._keep_alive: asyncio.Task[None] | None = None
 
@@ -51,23 +53,23 @@ class EventStream:
         else:
             await self._write(body)
         self._writing = False
-        self._last_word = self._loop.time()
+        self.last_word = time.perf_counter()
 
     def ready(self) -> bool:
-        """Whether `write_now` may be called."""
-        return self.started and not self._writing and self._connection is not None and self._connection.can_write_piece(self._scope)
+        """Whether `write_now` may be called, while nobody is in `write`."""
+        return self.started and self.connection is not None and self.connection.can_write_piece(self._scope)
 
-    def write_now(self, pieces: Iterable[str]) -> None:
-        """`write`, of a stream that is `ready`."""
-        assert self._connection is not None
-        if body := "".join(pieces).encode("ascii"):
-            self._connection.write_piece(body)
-            self._last_word = self._loop.time()
+    def write_now(self, text: str, now: float) -> None:
+        """`write`, of a stream that is `ready`; `now` is time.perf_counter's."""
+        assert self.connection is not None
+        if text:
+            self.connection.write_piece(text)
+            self.last_word = now
 
     @property
     def is_cut(self) -> bool:
         """The connection ends: what was written may have reached nobody."""
-        return self._connection is not None and self._connection.transport.is_closing()
+        return self.connection is not None and self.connection.transport.is_closing()
 
     async def end(self) -> None:
         self.close()
@@ -87,10 +89,10 @@ class EventStream:
 
     def _look(self) -> None:
         """Say something if all has been silent for long, and no word is on its way to a slow reader."""
-        now = self._loop.time()
-        left = self._last_word + self._silence - now
+        now = time.perf_counter()
+        left = self.last_word + self._silence - now
         if left <= 0:
-            left, self._last_word = self._silence, now
+            left, self.last_word = self._silence, now
             if not self._writing and (self._keep_alive is None or self._keep_alive.done()):
                 self._keep_alive = self._loop.create_task(self._write(_KEEP_ALIVE))
         self._timer = self._loop.call_later(left, self._look)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from kvist.server.metrics import RequestRecord
 from kvist.server.protocol import UsageInStream
 from kvist.server.sse import DONE, EventStream, comment, event
 from kvist.server.state import ServerState
-from kvist.server.usage import Tally
+from kvist.server.usage import Progress, Tally
 
 log = logging.getLogger("kvist.server")
 
@@ -44,6 +45,8 @@ quoted = json.encoder.encode_basestring_ascii
 TAILS = {"none": "}]}\n\n", "last": '}],"usage":null}\n\n'}
 """What closes a chunk's event, where it is the same for all."""
 
+Frame = tuple[str, str]
+
 EVENTS_HEADER = "x-kvist-events"
 
 
@@ -55,6 +58,11 @@ class Format(Protocol):
 
     def events(self, choice: int, delta: OutputDelta, tail: str) -> Iterable[str]:
         """The chunks that a delta makes, each as a whole event. `tail` closes each: choice, list, usage and event."""
+        ...
+
+    def frame(self, choice: int) -> Frame | None:
+        """What stands before and behind the text, in JSON, of a chunk in mid-answer, less the tail. None where such chunks may hold
+        more than a text, and while the choice has not begun."""
         ...
 
     def usage_event(self, usage: dict[str, Any]) -> str: ...
@@ -106,22 +114,26 @@ class GenerationResponse(Response):
         except ClientGone:
             log.debug("the client of %s went away", self._plan.jobs[0].request_id)
         except InvalidRequestError as error:
-            if error.param == "prompt":
-                error.param = self._plan.format.prompt_param
-            elif (error.param or "").startswith("structured_outputs"):
-                error.param = self._plan.form_field or error.param
+            self._name_as_sent(error)
             raise
         finally:
             self._access.usage = self._tally.usage()
             self._access.outcome = self._record.outcome
 
+    def _name_as_sent(self, error: InvalidRequestError) -> None:
+        """Blame the field by the name that the client gave it."""
+        if error.param == "prompt":
+            error.param = self._plan.format.prompt_param
+        elif (error.param or "").startswith("structured_outputs"):
+            error.param = self._plan.form_field or error.param
+
     async def _stream(self, scope: Scope, send: Send) -> None:
         params = self._plan.jobs[0].params
         stream = EventStream(scope, send, self._state.options.keep_alive_seconds)
-        batches = self._deltas(_Writer(self, stream))
+        batches = self._deltas(_Writer(self, stream, scope, self._tally.progress[0]))
         try:
             async for batch in batches:
-                self._count(batch)
+                self._count(batch, time.perf_counter())
                 await stream.write(self._pieces(batch))
             last = [] if self._plan.usage_in_stream == "none" else [event(self._plan.format.usage_event(self._tally.usage()))]
             await stream.write([*last, DONE])
@@ -133,6 +145,8 @@ class GenerationResponse(Response):
                 raise
             if not isinstance(error, KvistError):
                 log.exception("a stream failed")
+            elif isinstance(error, InvalidRequestError):
+                self._name_as_sent(error)
             await stream.write([event(dumps(error_body(error)))])
             self._record.end("failed")
         finally:
@@ -158,7 +172,7 @@ class GenerationResponse(Response):
         batches = self._deltas()
         try:
             async for batch in batches:
-                self._count(batch)
+                self._count(batch, time.perf_counter())
                 for delta in batch:
                     choices[delta.index].add(delta)
                     for happened in delta.events:
@@ -178,34 +192,68 @@ class GenerationResponse(Response):
     def _deltas(self, sink: Sink | None = None) -> AsyncIterator[Batch]:
         return deltas(self._state.engine, self._plan.jobs, wants_events=self._wants_events, sink=sink)
 
-    def _count(self, batch: Batch) -> None:
+    def _frame(self) -> Frame | None:
+        """What stands around the text of a request's only choice, once it has begun and where chunks hold nothing else."""
+        if self._tail is None or self._tally.num_choices > 1:
+            return None
+        frame = self._plan.format.frame(0)
+        return None if frame is None else (frame[0], frame[1] + self._tail)
+
+    def _count(self, batch: Batch, now: float) -> None:
         """Each delta is counted; then a choice's bad end is raised."""
         failed = None
         for delta in batch:
-            self._tally.add(delta)
-            self._record.tokens(delta.index, len(delta.token_ids))
-            if delta.usage is not None and self._access.queue_time is None:
-                self._access.queue_time, self._access.first_token_time = delta.usage.queue_time, delta.usage.time_to_first_token
+            progress, usage = self._tally.progress[delta.index], delta.usage
+            self._record.tokens(progress, len(delta.token_ids), now)
+            if usage is not None:
+                self._tally.finish(delta.index, usage)
+                if self._access.queue_time is None:
+                    self._access.queue_time, self._access.first_token_time = usage.queue_time, usage.time_to_first_token
             if delta.finish_reason is not None:
-                self._record.choice_finished(delta.index, delta.finish_reason, delta.usage)
+                self._record.choice_finished(progress, delta.finish_reason, usage)
                 failed = failed or (delta if delta.finish_reason in ("error", "abort") else None)
         if failed is not None:
             raise_if_failed(failed)
 
 
-@dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes what comes in mid-answer at once, as the engine's loop wakes up; all else is the response's own task to do."""
+    """Writes what comes in mid-answer at once, as the engine's loop wakes up; all else is the response's own task to do.
 
-    response: GenerationResponse
-    stream: EventStream
+    Nearly all that comes is one delta of a request's only choice, and brings text and nothing else. Thousands of them pass in a
+    second, each finds the caches full of something else, and its cost is the number of objects and calls that it meets: it takes a
+    way of its own, and this object holds what is met on it."""
 
-    def ready(self) -> bool:
-        return self.stream.ready()
+    __slots__ = ("_connection", "_frame", "_progress", "_record", "_response", "_scope", "_stream")
 
-    def take(self, deltas: Batch) -> None:
-        self.response._count(deltas)
-        self.stream.write_now(self.response._pieces(deltas))
+    def __init__(self, response: GenerationResponse, stream: EventStream, scope: Scope, progress: Progress) -> None:
+        self._response = response
+        self._stream = stream
+        self._scope = scope
+        self._connection = stream.connection
+        self._progress = progress
+        self._record = response._record
+        self._frame: Frame | None = None
+        """Set once the short way is open, and only where there is one choice."""
+
+    def take(self, deltas: Batch, now: float) -> bool:
+        frame, connection, delta = self._frame, self._connection, deltas[0]
+        if frame is None or connection is None or connection.open_answer is not self._scope:
+            return self._take_any(deltas, now)
+        if delta.events or delta.finish_reason is not None:
+            return self._take_any(deltas, now)
+        self._record.tokens(self._progress, len(delta.token_ids), now)
+        if text := delta.text:
+            connection.write_piece(f"{frame[0]}{quoted(text)}{frame[1]}")
+            self._stream.last_word = now
+        return True
+
+    def _take_any(self, deltas: Batch, now: float) -> bool:
+        if not self._stream.ready() or any(delta.finish_reason is not None for delta in deltas):
+            return False
+        self._response._count(deltas, now)
+        self._stream.write_now("".join(self._response._pieces(deltas)), now)
+        self._frame = self._response._frame()
+        return True
 
 
 def _wants_events(scope: Scope) -> bool:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, FailFast, Field
+from starlette.responses import JSONResponse, Response
 
 from kvist.errors import InvalidRequestError
 from kvist.server.body import read_body
@@ -53,18 +54,19 @@ CHAT_FIELDS = frozenset({"messages", "add_generation_prompt", "continue_final_me
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(request: Request) -> Response:
     """Token ids of a text or a conversation, and how many a context holds."""
     state = state_of(request)
     body = await read_body(request, state.options.max_body_bytes, partial(parse_request, TokenizeRequest))
     state.check_model(body.model)
     ids = await _ids(state, body)
     strings = [state.labels[token_id].text for token_id in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": state.engine.config.effective_max_len, "tokens": ids, "token_strs": strings}
+    size = state.engine.config.effective_max_len
+    return JSONResponse({"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": strings})
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request) -> dict[str, str]:
+async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state = state_of(request)
     body = await read_body(request, state.options.max_body_bytes, partial(parse_request, DetokenizeRequest))
@@ -74,20 +76,21 @@ async def detokenize(request: Request) -> dict[str, str]:
         if not 0 <= token_id < size:
             raise InvalidRequestError(f"tokens holds {token_id}, but the vocabulary has {size} tokens.", param="tokens")
     decode = partial(state.engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return {"prompt": await asyncio.to_thread(decode) if len(body.tokens) > MANY_TOKENS else decode()}
+    return JSONResponse({"prompt": await asyncio.to_thread(decode) if len(body.tokens) > MANY_TOKENS else decode()})
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(request: Request) -> dict[str, Any]:
+async def tokenizer_info(request: Request) -> Response:
     """The special tokens by name (null where there is none), and the chat template."""
     engine = state_of(request).engine
     info = engine.tokenizer.info
-    return {
+    told = {
         **{name: info.special_tokens.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
         "add_bos_token": info.add_bos,
         "model_max_length": engine.config.effective_max_len,
         "chat_template": getattr(engine.chat_template, "source", None),
     }
+    return JSONResponse(told)
 
 
 async def _ids(state: ServerState, body: TokenizeRequest) -> list[int]:

@@ -7,14 +7,26 @@ of the choice which was first.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvist.request import OutputDelta, PrefixMiss, RequestEvent, RequestUsage
+from kvist.request import PrefixMiss, RequestEvent, RequestUsage
 
 MAX_EVENTS = 256
 """Of a request that asked for them and does not stream; the latest are kept."""
+
+
+class Progress:
+    """How far one choice is. Whoever writes its tokens keeps hold of it."""
+
+    __slots__ = ("first", "last", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.first: float | None = None
+        """When the first tokens came, and when the last ones did; time.perf_counter's."""
+        self.last = 0.0
 
 
 @dataclass(slots=True)
@@ -25,17 +37,14 @@ class Tally:
     """Of all prompts together."""
     tokens_by_job: tuple[int, ...] = ()
     choices_per_job: int = 1
-    _generated: dict[int, int] = field(default_factory=dict)
+    progress: defaultdict[int, Progress] = field(default_factory=lambda: defaultdict(Progress))
+    """By choice; so far, then as the engine counted in the end."""
     _finished: dict[int, RequestUsage] = field(default_factory=dict)
     _events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
 
-    def add(self, delta: OutputDelta) -> None:
-        choice = delta.index
-        if delta.usage is None:
-            self._generated[choice] = self._generated.get(choice, 0) + len(delta.token_ids)
-        else:
-            self._generated[choice] = delta.usage.num_output_tokens
-            self._finished[choice] = delta.usage
+    def finish(self, choice: int, usage: RequestUsage) -> None:
+        self.progress[choice].tokens = usage.num_output_tokens
+        self._finished[choice] = usage
 
     def happened(self, event: RequestEvent, choice: int) -> dict[str, Any]:
         """An event as an object, kept for an answer that is not streamed."""
@@ -45,13 +54,17 @@ class Tally:
 
     def so_far(self, choice: int) -> dict[str, int]:
         """One choice's counts in mid-stream, as vLLM's `continuous_usage_stats` gives them."""
-        prompt, generated = self.tokens_by_job[choice // self.choices_per_job], self._generated.get(choice, 0)
+        prompt, generated = self.tokens_by_job[choice // self.choices_per_job], self.progress[choice].tokens
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.tokens_by_job) * self.choices_per_job
 
     @property
     def completion_tokens(self) -> int:
         """Of all choices together, so far."""
-        return sum(self._generated.values())
+        return sum(progress.tokens for progress in self.progress.values())
 
     def usage(self) -> dict[str, Any]:
         completion_tokens = self.completion_tokens

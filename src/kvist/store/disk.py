@@ -25,14 +25,14 @@ from kvist.store import segments
 from kvist.store.files import Files
 from kvist.store.recovery import lock_folder, recover
 from kvist.store.segments import RECORD_HEADER, SEGMENT_HEADER, TRAILER, Entry
-from kvist.store.tier import Item, Loss, StoreStats
+from kvist.store.tier import Loss, Record, StoreStats, Target
 
 MIN_SEGMENTS = 8
 """Of a full tier: the part that one eviction takes is no larger than this share."""
 MAX_SEGMENT_BYTES = 128 << 20
 MAX_FAILURES = 8
 _FOOTER_ENTRY = segments.MAX_NAME + 16
-"""At least what a record takes in the footer."""
+"""At least what a record takes in the footer, besides what is said of it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,6 +41,8 @@ class _Segment:
     size: int
     last_use: int
     entries: dict[bytes, Entry] = field(default_factory=dict)
+    footer_bytes: int = TRAILER
+    """At least what its footer takes, if it is not sealed yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +56,7 @@ class _Active:
 @dataclass(slots=True)
 class _Counts:
     found: int = 0
+    foreign: int = 0
     stored: int = 0
     loaded: int = 0
     evicted: int = 0
@@ -63,7 +66,8 @@ class _Counts:
 
 
 class DiskStore:
-    """`quota` bytes of `folder`, for payloads of at most `max_payload` bytes. Raises ConfigError when the folder cannot be had."""
+    """`quota` bytes of `folder`, for payloads of at most `max_payload` bytes, of each of which at most `max_about` are said. Raises
+    ConfigError when the folder cannot be had."""
 
     def __init__(
         self,
@@ -71,13 +75,15 @@ class DiskStore:
         quota: int,
         max_payload: int,
         *,
+        max_about: int = 0,
         sync: SyncPolicy = "segment",
         files: Files | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._folder, self._quota, self._max_payload, self._sync, self._warn = folder, quota, max_payload, sync, warn
+        self._folder, self._quota, self._sync, self._warn = folder, quota, sync, warn
+        self._max_payload, self._max_about = max_payload, max_about
         self._files = files or Files()
-        record = RECORD_HEADER + max_payload + _FOOTER_ENTRY
+        record = RECORD_HEADER + max_payload + _FOOTER_ENTRY + 2 * max_about
         if quota < MIN_SEGMENTS * (SEGMENT_HEADER + TRAILER + record):
             raise ConfigError(
                 f"a disk tier of {quota:,} bytes is less than the {MIN_SEGMENTS} blocks of {record:,} bytes that one holds: "
@@ -101,9 +107,9 @@ class DiskStore:
 
     # Any thread
 
-    def names(self) -> list[bytes]:
+    def records(self) -> list[tuple[bytes, bytes]]:
         with self._lock:
-            return list(self._index)
+            return [(name, entry.about) for name, (_, entry) in self._index.items()]
 
     def take_lost(self) -> dict[bytes, Loss]:
         with self._lock:
@@ -119,6 +125,7 @@ class DiskStore:
                 num_blocks=len(self._index),
                 num_segments=len(self._segments),
                 found_blocks=counts.found,
+                foreign_segments=counts.foreign,
                 stored_blocks=counts.stored,
                 loaded_blocks=counts.loaded,
                 evicted_blocks=counts.evicted,
@@ -128,7 +135,7 @@ class DiskStore:
                 read_only=self._failures >= MAX_FAILURES,
             )
 
-    def get(self, items: Sequence[Item]) -> list[bool]:
+    def get(self, items: Sequence[Target]) -> list[bool]:
         """Each segment is opened once for all that is read from it, in the order of the file."""
         results = [False] * len(items)
         by_segment: dict[_Segment, list[tuple[int, Entry]]] = {}
@@ -170,14 +177,15 @@ class DiskStore:
             self._files.close(fd)
 
     def _read_record(self, fd: int, segment: _Segment, entry: Entry, memory: memoryview) -> bool:
-        header = bytearray(RECORD_HEADER)
+        header, about = bytearray(RECORD_HEADER), bytearray(len(entry.about))
         failed = False
         if memory.nbytes == entry.size:
             try:
-                done = self._files.read(fd, [memoryview(header), memory], entry.offset)
+                done = self._files.read(fd, [memoryview(header), memoryview(about), memory], entry.offset)
             except OSError:
                 failed, done = True, 0
-            if done == RECORD_HEADER + entry.size and segments.payload_is_intact(bytes(header), entry.name, memory):
+            whole = done == entry.end - entry.offset
+            if whole and segments.record_is_intact(bytes(header), entry.name, bytes(about), memory):
                 return True
         with self._lock:
             if self._index.get(entry.name) == (segment, entry):
@@ -189,10 +197,10 @@ class DiskStore:
 
     # The writer's thread
 
-    def put(self, items: Sequence[Item]) -> list[bytes]:
+    def put(self, items: Sequence[Record]) -> list[bytes]:
         """Appends what is not there yet; under the policy "always" it is on the disk when this returns."""
         assert not self._closed, "the store is closed"
-        written = [name for name, payload in items if self._append(name, payload)]
+        written = [name for name, about, payload in items if self._append(name, about, payload)]
         if written and self._sync == "always" and self._active is not None:
             self._sync_active(self._active)
         with self._lock:
@@ -209,19 +217,19 @@ class DiskStore:
             self._seal(self._active)
         self._files.close(self._lock_fd)
 
-    def _append(self, name: bytes, payload: memoryview) -> bool:
+    def _append(self, name: bytes, about: bytes, payload: memoryview) -> bool:
         """Whether the record is there now. After a failed write the segment is cut back to its last whole record."""
         assert payload.nbytes <= self._max_payload
+        assert len(about) <= self._max_about
         if name in self._index:
             return True
-        need = RECORD_HEADER + payload.nbytes
-        active = self._writable(need)
+        active = self._writable(RECORD_HEADER + len(about) + payload.nbytes)
         if active is None:
             return False
         segment = active.segment
-        entry = Entry(name, segment.size, payload.nbytes)
+        entry = Entry(name, about, segment.size, payload.nbytes)
         try:
-            header = segments.record_header(name, payload)
+            header = segments.record_header(name, about, payload) + about
             self._files.write(active.fd, [memoryview(header), payload], segment.size)
         except OSError as error:
             self._failed(error)
@@ -237,6 +245,7 @@ class DiskStore:
             segment.size = entry.end
             segment.last_use = self._tick()
             segment.entries[name] = entry
+            segment.footer_bytes += entry.listed_bytes
             self._index[name] = (segment, entry)
         return True
 
@@ -244,13 +253,11 @@ class DiskStore:
         """The open segment with room for `need` bytes and its footer, within the quota; None when there can be none."""
         if self._failures >= MAX_FAILURES:
             return None
-        active = self._active
-        if active is not None:
-            footer_bytes = TRAILER + _FOOTER_ENTRY * (len(active.segment.entries) + 1)
-            if active.segment.size + need + footer_bytes > self._segment_bytes:
-                self._seal(active)
-                active = None
-        reserve = TRAILER + _FOOTER_ENTRY * (1 + (len(active.segment.entries) if active else 0))
+        active, listed = self._active, _FOOTER_ENTRY + self._max_about
+        if active is not None and active.segment.size + need + active.segment.footer_bytes + listed > self._segment_bytes:
+            self._seal(active)
+            active = None
+        reserve = listed + (active.segment.footer_bytes if active else TRAILER)
         if not self._make_room(need + reserve + (0 if active else SEGMENT_HEADER)):
             return None
         return active or self._open_segment()
@@ -380,8 +387,9 @@ class DiskStore:
             for name, entry in segment.entries.items():
                 self._index[name] = (segment, entry)
         self._number = found.last_number
-        self._counts.damaged, self._counts.read_errors = found.damaged, found.read_errors
+        self._counts.damaged, self._counts.read_errors, self._counts.foreign = found.damaged, found.read_errors, found.foreign
         if found.foreign:
-            self._warn(f"The disk tier removed {found.foreign} segments of another format from {self._folder}.")
+            count = f"{found.foreign} segment" + "s" * (found.foreign > 1)
+            self._warn(f"The disk tier removed {count} of another version's format from {self._folder}.")
         self._make_room(0)
         self._counts.found, self._counts.evicted, self._lost = len(self._index), 0, {}

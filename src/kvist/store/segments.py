@@ -1,15 +1,17 @@
 """The bytes of a segment file: records that describe themselves, and the footer that lists them.
 
     segment = header | record ... | footer | trailer          a sealed one; a torn one ends anywhere after its header
-    record  = magic, name length, payload length, name (padded), digest, CRC of all these | payload
+    record  = magic, name length, lengths of what is said of it and of the payload, name (padded), digest, CRC of all these
+              | what is said of it | payload
 
-The digest is the first half of SHA-256 over name, lengths and payload: a stored block may be served only if it is the very bytes
-that were written under that name, and 32 bits of CRC would pass one damaged block in four billion. With the processors' SHA
-instructions it costs no more than a CRC does (1.5 GB/s against 2.1 here; BLAKE2b 0.5). Record headers have a CRC of their own, so
-that a scan can walk over a damaged payload to the next record.
+The digest is the first half of SHA-256 over name, lengths and all that follows: a stored block may be served only if it is the
+very bytes that were written under that name, and 32 bits of CRC would pass one damaged block in four billion. With the processors'
+SHA instructions it costs no more than a CRC does (1.5 GB/s against 2.1 here; BLAKE2b 0.5). Record headers have a CRC of their own,
+so that a scan can walk over a damaged payload to the next record. What is said of a record (`about`) is opaque here, and listed
+in the footer, so that a start knows it without reading records.
 
 This module knows one file at a time: no index, no quota, no policy. All integers are little-endian. Invariants: what
-`read_footer` and `scan` return lies within the file; `payload_is_intact` is the only judge of payloads.
+`read_footer` and `scan` return lies within the file; `record_is_intact` is the only judge of records.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ from dataclasses import dataclass
 
 from kvist.store.files import Files
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when any layout here changes: segments of another version are removed, not read."""
 MAX_NAME = 64
+MAX_ABOUT = (1 << 16) - 1
 
 _SEGMENT = struct.Struct("<8sII")
 _SEGMENT_MAGIC = b"kvistseg"
-_RECORD = struct.Struct(f"<4sII{MAX_NAME}s16s")
+_RECORD = struct.Struct(f"<4sHHI{MAX_NAME}s16s")
 _RECORD_MAGIC = b"kvrc"
 _CRC = struct.Struct("<I")
-_ENTRY = struct.Struct("<BQI")
+_ENTRY = struct.Struct("<BHQI")
 _TRAILER = struct.Struct("<QQ16s8s")
 _TRAILER_MAGIC = b"kvistidx"
 
@@ -42,15 +45,21 @@ TRAILER = _TRAILER.size + _CRC.size
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record of `size` payload bytes whose header begins at `offset`."""
+    """A record of `size` payload bytes whose header begins at `offset`; `about` is what is said of it."""
 
     name: bytes
+    about: bytes
     offset: int
     size: int
 
     @property
     def end(self) -> int:
-        return self.offset + RECORD_HEADER + self.size
+        return self.offset + RECORD_HEADER + len(self.about) + self.size
+
+    @property
+    def listed_bytes(self) -> int:
+        """What it takes in the footer."""
+        return _ENTRY.size + len(self.name) + len(self.about)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,37 +93,39 @@ def version_of(header: bytes) -> int | None:
     return int.from_bytes(fields[len(_SEGMENT_MAGIC) :], "little")
 
 
-def _digest(name: bytes, payload: memoryview) -> bytes:
-    hasher = hashlib.sha256(struct.pack("<II", len(name), payload.nbytes) + name)
+def _digest(name: bytes, about: bytes, payload: memoryview) -> bytes:
+    hasher = hashlib.sha256(struct.pack("<HHI", len(name), len(about), payload.nbytes) + name + about)
     hasher.update(payload)
     return hasher.digest()[:16]
 
 
-def record_header(name: bytes, payload: memoryview) -> bytes:
-    """What stands before `payload` in the file."""
+def record_header(name: bytes, about: bytes, payload: memoryview) -> bytes:
+    """What stands before `about` and `payload` in the file."""
     assert 0 < len(name) <= MAX_NAME
-    return _sealed(_RECORD.pack(_RECORD_MAGIC, len(name), payload.nbytes, name, _digest(name, payload)))
+    assert len(about) <= MAX_ABOUT
+    return _sealed(_RECORD.pack(_RECORD_MAGIC, len(name), len(about), payload.nbytes, name, _digest(name, about, payload)))
 
 
-def parse_record_header(data: bytes) -> tuple[bytes, int, bytes] | None:
-    """Name, payload length and digest; None if the header is damaged."""
+def parse_record_header(data: bytes) -> tuple[bytes, int, int, bytes] | None:
+    """Name, lengths of what is said of it and of the payload, and digest; None if the header is damaged."""
     fields = _unsealed(data)
     if fields is None or len(data) != RECORD_HEADER:
         return None
-    magic, name_length, size, name, digest = _RECORD.unpack(fields)
+    magic, name_length, about_length, size, name, digest = _RECORD.unpack(fields)
     if magic != _RECORD_MAGIC or not 0 < name_length <= MAX_NAME:
         return None
-    return name[:name_length], size, digest
+    return name[:name_length], about_length, size, digest
 
 
-def payload_is_intact(header: bytes, name: bytes, payload: memoryview) -> bool:
+def record_is_intact(header: bytes, name: bytes, about: bytes, payload: memoryview) -> bool:
     """Whether a record that was read back is whole, and the one that was asked for."""
-    return parse_record_header(header) == (name, payload.nbytes, _digest(name, payload))
+    return parse_record_header(header) == (name, len(about), payload.nbytes, _digest(name, about, payload))
 
 
 def footer(entries: Sequence[Entry], offset: int) -> bytes:
     """The list of a segment's records, and the trailer that finds it; written at `offset`, behind the last record."""
-    body = b"".join(_ENTRY.pack(len(entry.name), entry.offset, entry.size) + entry.name for entry in entries)
+    fields = ((len(entry.name), len(entry.about), entry.offset, entry.size) for entry in entries)
+    body = b"".join(_ENTRY.pack(*field) + entry.name + entry.about for field, entry in zip(fields, entries, strict=True))
     trailer = _TRAILER.pack(offset, len(body), hashlib.sha256(body).digest()[:16], _TRAILER_MAGIC)
     return body + _sealed(trailer)
 
@@ -135,9 +146,11 @@ def read_footer(files: Files, fd: int, size: int) -> list[Entry] | None:
         return None
     entries, at = [], 0
     while at < length:
-        name_length, record, payload = _ENTRY.unpack_from(body, at)
-        at += _ENTRY.size + name_length
-        entries.append(Entry(body[at - name_length : at], record, payload))
+        name_length, about_length, record, payload = _ENTRY.unpack_from(body, at)
+        name = at + _ENTRY.size
+        about = name + name_length
+        at = about + about_length
+        entries.append(Entry(body[name:about], body[about:at], record, payload))
     return entries
 
 
@@ -150,12 +163,12 @@ def scan(files: Files, fd: int, size: int) -> Scan:
         parsed = parse_record_header(header)
         if parsed is None:
             break
-        name, length, _ = parsed
-        if at + RECORD_HEADER + length > size:
+        name, about_length, length, _ = parsed
+        if at + RECORD_HEADER + about_length + length > size:
             break
-        payload = _read(files, fd, length, at + RECORD_HEADER)
-        entry = Entry(name, at, length)
-        if payload_is_intact(header, name, memoryview(payload)):
+        body = _read(files, fd, about_length + length, at + RECORD_HEADER)
+        entry = Entry(name, body[:about_length], at, length)
+        if record_is_intact(header, name, entry.about, memoryview(body)[about_length:]):
             entries.append(entry)
         else:
             damaged += 1

@@ -1,8 +1,8 @@
 """What a memory tier behind the device is: the `BlockStore` protocol, for a disk here and for a remote store to come.
 
-A store keeps opaque payloads under opaque names. It decides nothing but what to drop when it is full, and it never returns bytes
-that are not the ones put under that name: everything that it cannot vouch for is a miss. Calls may block; `put` comes from one
-thread, `get` from another, `stats` from any.
+A store keeps opaque payloads under opaque names, and with each a few opaque bytes that are known without reading it. It decides
+nothing but what to drop when it is full, and it never returns bytes that are not the ones put under that name: everything that it
+cannot vouch for is a miss. Calls may block; `put` comes from one thread, `get` from another, `stats` from any.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Item = tuple[bytes, memoryview]
-"""A name and its payload, or the memory that the payload is to be read into."""
+Record = tuple[bytes, bytes, memoryview]
+"""A name, what is said of it, and its payload."""
+Target = tuple[bytes, memoryview]
+"""A name, and the memory that its payload is to be read into."""
 Loss = Literal["evicted", "damaged", "failed", "dropped"]
 """Why a payload is not there: its place was needed, its bytes are not what they were, reading or writing failed, or writing could
 not keep up."""
@@ -28,6 +30,8 @@ class StoreStats:
     num_segments: int = 0
     found_blocks: int = 0
     """Blocks that were there at the start."""
+    foreign_segments: int = 0
+    """Files of another format that were there at the start, and were removed."""
     stored_blocks: int = 0
     loaded_blocks: int = 0
     evicted_blocks: int = 0
@@ -40,13 +44,13 @@ class StoreStats:
 
 
 class BlockStore(Protocol):
-    def names(self) -> Iterable[bytes]:
-        """All that can be had now."""
+    def records(self) -> Iterable[tuple[bytes, bytes]]:
+        """The names of all that can be had now, and what is said of each."""
 
-    def put(self, items: Sequence[Item]) -> list[bytes]:
+    def put(self, items: Sequence[Record]) -> list[bytes]:
         """Keep copies. Returns the names that are there now; errors are counted, not raised."""
 
-    def get(self, items: Sequence[Item]) -> list[bool]:
+    def get(self, items: Sequence[Target]) -> list[bool]:
         """Read into the given memory, and say for each whether the bytes are the right ones; otherwise the memory holds rubbish."""
 
     def take_lost(self) -> dict[bytes, Loss]:

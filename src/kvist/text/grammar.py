@@ -14,16 +14,20 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvist.errors import InvalidRequestError
 from kvist.request import StructuredOutputsParams
+from kvist.text.forcing import bound_forcing
 from kvist.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+T = TypeVar("T")
 
 MAX_KEPT = 128
 MAX_CHARACTERS = 512 * 1024
@@ -33,11 +37,14 @@ MAX_OPTIONAL = 500
 rows: more would pass MAX_ITEMS wherever the model happens to begin a name."""
 MAX_ITEMS = 10_000
 """Of the parser, while it makes one mask: some 15 ms. Everybody waits for it, and an ambiguous grammar would take a second."""
+STACK_BYTES = 256 * 1024 * 1024
+"""llguidance calls itself for each rule that names a rule, and where the stack ends, the process does. The longest chain that fits
+MAX_CHARACTERS takes half of this; a thread's stack takes memory as it grows, and gives it back with the thread."""
 WHITESPACE = r"[ \n\r\t]{1,20}"
 """Between JSON tokens, unless asked otherwise: room for indentation, and an end to it, which small models do not find."""
 
-_LARK_START = re.compile(r"^\s*start\s*:(?!:)", re.MULTILINE)
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_LARK_START = re.compile(r"^[^\S\n]*+start\s*+:(?!:)", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -85,12 +92,7 @@ class GrammarCompiler:
                 self._kept.move_to_end(source)
                 return self._kept[source]
         self.prepare()
-        assert self._table is not None
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._table, source, log_level=0, limits=_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds what only shows at the first token, and what it learns is copied with the matcher
+        matcher = self._with_deep_stack(lambda: self._match(bound_forcing(source)))
         if matcher.is_error():
             raise _mistake(form, message_of(matcher))
         grammar = Grammar(matcher)
@@ -99,6 +101,32 @@ class GrammarCompiler:
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return grammar
+
+    def _match(self, source: str) -> LLMatcher:
+        assert self._table is not None
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._table, source, log_level=0, limits=_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds what only shows at the first token, and what it learns is copied with the matcher
+        return matcher
+
+    def _with_deep_stack(self, work: Callable[[], T]) -> T:
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        with self._building:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=run, name="kvist-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(before)
+        return done.result()
 
 
 def grammar_source(form: StructuredOutputsParams) -> str:
@@ -129,7 +157,21 @@ def grammar_source(form: StructuredOutputsParams) -> str:
     if form.choice is not None:
         return LLMatcher.grammar_from_lark(_choice_lark(form.choice))
     assert form.grammar is not None
-    return form.grammar if form.grammar.startswith("{") else LLMatcher.grammar_from_lark(_as_lark(form))
+    return _listed(form) if form.grammar.startswith("{") else LLMatcher.grammar_from_lark(_as_lark(form))
+
+
+def _listed(form: StructuredOutputsParams) -> str:
+    """llguidance's own list of grammars, checked as far as others here look into it."""
+    assert form.grammar is not None
+    try:
+        found = json.loads(form.grammar).get("grammars")
+    except (ValueError, RecursionError) as error:
+        raise _mistake(form, f"it begins as JSON does, and is none ({error})") from None
+    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+        raise _mistake(form, "it is JSON without a list of grammars")
+    if not all(isinstance(one.get("lark_grammar"), str | None) for one in found):
+        raise _mistake(form, "a lark_grammar of it is no text")
+    return form.grammar
 
 
 def _choice_lark(choice: Sequence[str]) -> str:

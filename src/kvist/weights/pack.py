@@ -30,7 +30,7 @@ from kvist.kernels.ops import F32, GROUP, PackedLinear
 from kvist.weights.files import content_files
 from kvist.weights.fingerprint import fingerprint_files
 from kvist.weights.locks import exclusive
-from kvist.weights.packfile import DamagedPackError, PackReader, PackWriter
+from kvist.weights.packfile import DamagedPackError, PackReader, PackWriter, forget
 
 if TYPE_CHECKING:
     from kvist.weights.source import ModelSource
@@ -117,6 +117,7 @@ def _write(
             header = _stream(writer, path, source, quantization, files, dtype)
             writer.finish(header)
             os.fsync(file.fileno())
+            forget(file)
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -4,13 +4,20 @@ It knows arrays and a header, not models. Layout: a preamble of 64 bytes (magic,
 the arrays, the header at the end, so that arrays can be written before their number is known. Invariants: a file that is cut,
 foreign, of another version, or whose header has one wrong bit is `DamagedPackError`; the sizes of all arrays are covered by the
 header's checksum and the file's length. The arrays' own bytes are not checked: reading them all would cost what mapping saves.
+
+A mapping is in huge pages where the file's part of the system's cache is: with small ones a decode step, which reads all weights,
+spends a tenth of its time in walking page tables. What is read from disk through such a mapping is cached in them, what was
+written is not; so a new file is best forgotten (`forget`) before it is mapped first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import mmap
+import os
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,6 +69,20 @@ class PackWriter:
         self._at += data.nbytes if isinstance(data, memoryview) else len(data)
 
 
+def forget(file: BinaryIO) -> None:
+    """Have the system read a file that was written and synced from disk again, instead of keeping it in memory."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _map(path: Path) -> npt.NDArray[np.uint8]:
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)
+
+
 class PackReader:
     """A mapped pack: `header`, and read-only arrays by reference. Raises DamagedPackError, or OSError where there is no file."""
 
@@ -69,7 +90,7 @@ class PackReader:
         size = path.stat().st_size
         if size < _PREAMBLE.size:
             raise DamagedPackError("too short")
-        self._bytes: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        self._bytes = _map(path)
         magic, version, start, length, digest = _PREAMBLE.unpack(self._bytes[: _PREAMBLE.size].tobytes())
         if magic != MAGIC or version != CONTAINER_VERSION or start + length != len(self._bytes):
             raise DamagedPackError("foreign, of another version, or cut")
