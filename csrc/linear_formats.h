@@ -9,9 +9,11 @@
 namespace KVIST_NAMESPACE {
 
 struct HalfScale {
+  static constexpr size_t kBytes = 2;
   static V load_lanes(const void* p, size_t at) { return load_v_f16(static_cast<const uint16_t*>(p) + at); }
 };
 struct FloatScale {
+  static constexpr size_t kBytes = 4;
   static V load_lanes(const void* p, size_t at) { return load_v(static_cast<const float*>(p) + at); }
 };
 

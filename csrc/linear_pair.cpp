@@ -9,6 +9,20 @@ namespace {
 
 constexpr int kParts = kPanel / kLanes;  // registers for the columns of a panel
 
+constexpr size_t kWeightsAhead = 1536;              // bytes: what is read while a line comes
+constexpr size_t kScalesAhead = kWeightsAhead / 8;  // scales take up to an eighth of the weights
+
+// Asks for what lies so much `further` in memory than the `bytes` at `at`; asking beyond the end does no harm.
+inline void ask_ahead(const void* at, size_t bytes, size_t further) {
+  for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(at) + further + line);
+}
+
+// The same for scales or minimums of a group of a panel.
+template <class Scale>
+void ask_ahead(const void* scales, size_t group) {
+  ask_ahead(static_cast<const char*>(scales) + group * kPanel * Scale::kBytes, 1, kScalesAhead);
+}
+
 template <class Weights>
 void dense_pair(const PanelOf (&of)[2], const Rows& row, float (*y)[kPanel]) {
   const int k = row.k;
@@ -39,6 +53,8 @@ void w8_pair(const PanelOf (&of)[2], const Rows& row, float (*y)[kPanel]) {
       const Segment& s = of[i].segment;
       const size_t group = static_cast<size_t>(of[i].panel) * groups + g;
       const auto* w = static_cast<const uint8_t*>(s.data) + group * 512;
+      ask_ahead(w, 512, kWeightsAhead);
+      ask_ahead<Scale>(s.scale, group);
       for (int c = 0; c < kParts; ++c) {
         VI dot[1];
         dot_w8<1>(w + 4 * c * kLanes, row.q + g * kGroup, row.k, row.sum + g, groups, dot);
@@ -63,6 +79,9 @@ void w4_pair(const PanelOf (&of)[2], const Rows& row, float (*y)[kPanel]) {
       const Segment& s = of[i].segment;
       const size_t group = static_cast<size_t>(of[i].panel) * groups + g;
       const auto* w = static_cast<const uint8_t*>(s.data) + group * 256;
+      ask_ahead(w, 256, kWeightsAhead);
+      ask_ahead<Scale>(s.scale, group);
+      ask_ahead<Scale>(s.minimum, group);
       for (int c = 0; c < kParts; ++c) {
         VI dot[1];
         dot_w4<1>(w + 4 * c * kLanes, row.q + g * kGroup, row.k, dot);

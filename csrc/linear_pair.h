@@ -1,7 +1,8 @@
 // One row against two panels at once: the product of a decoding request, which waits for memory.
 //
-// Two places read in turn keep more lines of memory on their way than one, and a processor follows both by itself: asking ahead
-// here only gets in its way. A column's chain of operations is the one of linear.h.
+// Two places read in turn keep more lines of memory on their way than one, and a processor follows both by itself; but the arithmetic
+// between two lines takes a good part of the time that it looks ahead, so quantized weights and their scales are asked for as well. A
+// column's chain of operations is the one of linear.h.
 #pragma once
 
 #include "linear.h"
