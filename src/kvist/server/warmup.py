@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvist.errors import EngineStoppedError, InvalidRequestError
+from kvist.errors import EngineStoppedError, KvistError
 from kvist.request import SamplingParams
 from kvist.server.client import EngineClient
 from kvist.server.generation import raise_if_failed
@@ -31,10 +31,10 @@ async def warm_up_forms(engine: EngineClient) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=_room(engine), structured_outputs={"choice": ["ok"]})
     try:
         await _answer(engine, params)
-    except InvalidRequestError as error:
-        log.warning("Structured outputs are not offered: %s", error)
     except EngineStoppedError:
         return
+    except KvistError as error:
+        log.warning("Structured outputs are not offered: %s", error)
 
 
 def _room(engine: EngineClient) -> int:
