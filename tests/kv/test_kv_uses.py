@@ -52,39 +52,38 @@ class Drive:
         return found
 
     def forget_evicted(self) -> None:
-        index = self.manager.index
-        self.finds = {name: count for name, count in self.finds.items() if index.get(0, name) is not None}
+        kept = {entry.name for entry in self.manager.index.listing().entries if entry is not None and not entry.group}
+        self.finds = {name: count for name, count in self.finds.items() if name in kept}
 
     def told(self) -> dict[BlockHash, tuple[int, float]]:
         """Of each block of the first group: finds and last use, added up from itself and all behind it."""
         index, uses = self.manager.index, self.manager.keeper.uses.listing()
-        tails = index.listing().tails
-        ids = [block_id for block_id in range(self.manager.num_blocks) if index.hash_of(block_id) and block_id not in tails]
-        ids = [block_id for block_id in ids if index.group_of(block_id) == 0]
-        names = dict(zip(ids, index.names(ids), strict=True))
-        children: dict[BlockHash | None, list[int]] = {}
-        for block_id in ids:
-            children.setdefault(index.parents([block_id])[0], []).append(block_id)
+        listing = index.listing()
+        entries = {
+            block_id: entry
+            for block_id, entry in enumerate(listing.entries)
+            if entry is not None and entry.group == 0 and block_id not in listing.tails
+        }
+        children: dict[BlockHash, list[int]] = {}
+        for block_id, entry in entries.items():
+            children.setdefault(entry.parent, []).append(block_id)
         told = {}
-        for block_id in ids:
+        for block_id, entry in entries.items():
             behind = [block_id]
             for one in behind:
-                behind += children.get(names[one], [])
-            name = names[block_id]
-            assert name is not None
-            told[name] = uses.of(behind)
+                behind += children.get(entries[one].name, [])
+            told[entry.name] = uses.of(behind)
         return told
 
     def check(self, *, evicted: bool = True) -> None:
         """No block is told more than it was found; the first of a prefix, and without evictions any, is told exactly that."""
         self.manager.check_invariants()
         root, _ = self.manager.hashes_of((), "")
+        parents = {entry.name: entry.parent for entry in self.manager.index.listing().entries if entry is not None}
         for name, (finds, used_at) in self.told().items():
             assert finds <= self.finds[name]
             assert used_at <= self.used_at[name]
-            block_id = self.manager.index.get(0, name)
-            assert block_id is not None
-            if not evicted or self.manager.index.parents([block_id]) == [root]:
+            if not evicted or parents[name] == root:
                 assert (finds, used_at) == (self.finds[name], self.used_at[name])
 
 

@@ -7,7 +7,7 @@ blocks, neither by names nor by counts. Times are seconds ago.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -19,7 +19,7 @@ from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
 from kvist.kv.memory import KVMemory, MemoryAccount
 from kvist.kv.pool import RefCounts
-from kvist.kv.prefix import IndexListing
+from kvist.kv.prefix import IndexEntry, IndexListing
 from kvist.kv.rings import ORDINARY_PRIORITY
 from kvist.kv.uses import UseListing
 from kvist.sched.preemption import Preemption
@@ -40,12 +40,16 @@ class Blocks:
     now: float
 
     def _mine(self) -> list[int]:
-        roots, group_of = self.listing.root_of, self.listing.group_of
         return [
             block_id
-            for block_id, root in enumerate(roots)
-            if root is not None and (self.root is None or root == self.root) and not group_of[2 * block_id]
+            for block_id, entry in enumerate(self.listing.entries)
+            if entry is not None and (self.root is None or entry.root == self.root) and not entry.group
         ]
+
+    def _entry(self, block_id: int) -> IndexEntry:
+        entry = self.listing.entries[block_id]
+        assert entry is not None
+        return entry
 
     def page(self, start: int, limit: int) -> dict[str, Any]:
         """Blocks by id, of the first KV group."""
@@ -57,14 +61,12 @@ class Blocks:
         }
 
     def _block(self, block_id: int) -> dict[str, Any]:
-        block_hash, parent = self.listing.hash_of[block_id], self.listing.parent_of[block_id]
-        assert block_hash is not None
-        assert parent is not None
+        entry = self._entry(block_id)
         return {
             "block_id": block_id,
-            "hash": block_hash.hex(),
+            "hash": entry.name.hex(),
             "tokens": self.listing.tails.get(block_id, self.block_size),
-            "parent": None if parent == self.listing.root_of[block_id] else parent.hex(),
+            "parent": None if entry.parent == entry.root else entry.parent.hex(),
             "holders": self.ref_counts[block_id] - (block_id in self.pinned),
             "priority": self.priorities.get(block_id, ORDINARY_PRIORITY),
             "pinned": block_id in self.pinned,
@@ -74,15 +76,12 @@ class Blocks:
         """The radix view below a block (or the beginnings): runs of blocks without a fork, with how many children each has, how
         many blocks hang below, how many requests found it and when it was used last. Blocks whose predecessor is gone are not
         reachable and only counted."""
-        hash_of, parent_of, roots = self.listing.hash_of, self.listing.parent_of, self.listing.root_of
         children: dict[BlockHash, list[int]] = {}
         mine = self._mine()
         for block_id in mine:
-            before = parent_of[block_id]
-            assert before is not None
-            children.setdefault(before, []).append(block_id)
+            children.setdefault(self._entry(block_id).parent, []).append(block_id)
         if parent is None:
-            tops = [block_id for block_id in mine if parent_of[block_id] == roots[block_id]]
+            tops = [block_id for block_id in mine if self._entry(block_id).parent == self._entry(block_id).root]
         else:
             tops = children.get(BlockHash(_unhex(parent)), [])
         reached = 0
@@ -90,20 +89,20 @@ class Blocks:
         for top in tops:
             run: list[int] = [top]
             below: list[int] = []
-            while len(following := children.get(_name(hash_of[run[-1]]), [])) == 1:
+            while len(following := children.get(self._entry(run[-1]).name, [])) == 1:
                 run.append(following[0])
             stack = list(following)
             while stack:
                 block_id = stack.pop()
                 below.append(block_id)
-                stack += children.get(_name(hash_of[block_id]), ())
+                stack += children.get(self._entry(block_id).name, ())
             reached += len(run) + len(below)
             finds, used_at = self.uses.of([*run, *below])
             holders = max(self.ref_counts[block_id] - (block_id in self.pinned) for block_id in run)
             nodes.append(
                 {
-                    "first": _name(hash_of[top]).hex(),
-                    "last": _name(hash_of[run[-1]]).hex(),
+                    "first": self._entry(top).name.hex(),
+                    "last": self._entry(run[-1]).name.hex(),
                     "blocks": len(run),
                     "tokens": sum(self.listing.tails.get(block_id, self.block_size) for block_id in run),
                     "children": len(following),
@@ -123,11 +122,6 @@ class Blocks:
         if holders:
             return 0.0
         return None if used_at == -inf else round(max(0.0, self.now - used_at), 3)
-
-
-def _name(block_hash: BlockHash | None) -> BlockHash:
-    assert block_hash is not None
-    return block_hash
 
 
 def _round(value: Any) -> Any:
@@ -187,7 +181,7 @@ class KVView:
 
         return {
             "eviction_policy": self._config.eviction_policy,
-            "indexed_blocks": len(index) if root is None else index.listing().root_of.count(root),
+            "indexed_blocks": index.count(root),
             "pin_budget_blocks": retention.pin_budget,
             "pinned_blocks": own(retention.pinned_blocks()),
             "priority_budget_blocks": retention.priority_budget,

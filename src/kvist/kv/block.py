@@ -17,12 +17,40 @@ from collections.abc import Sequence
 from hashlib import sha256
 from itertools import chain
 from struct import iter_unpack
-from typing import NamedTuple, NewType, Protocol
+from typing import NamedTuple, NewType, Protocol, overload
 
 BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 32
 CUT_AT_ONCE = 16
 """Cutting tokens into blocks costs half as much for several at once."""
+
+
+def name_at(names: bytes | bytearray, place: int) -> BlockHash:
+    """One of several names that stand one after the other."""
+    return BlockHash(bytes(names[HASH_BYTES * place : HASH_BYTES * (place + 1)]))
+
+
+class PackedNames(Sequence[BlockHash]):
+    """Names that stand one after the other: a third of what a list of them takes."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data) // HASH_BYTES
+
+    @overload
+    def __getitem__(self, place: int) -> BlockHash: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[BlockHash]: ...
+
+    def __getitem__(self, place: int | slice) -> BlockHash | list[BlockHash]:
+        if isinstance(place, slice):
+            return [name_at(self.data, each) for each in range(*place.indices(len(self)))]
+        return name_at(self.data, range(len(self))[place])
 
 
 class Tail(NamedTuple):

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence
 from struct import pack, unpack
 
-from kvist.kv.block import BlockHash
+from kvist.kv.block import HASH_BYTES, BlockHash
 from kvist.kv.columns import all_are, gather
 
 MEMO_BITS = 17
@@ -40,30 +40,42 @@ class Ghosts:
     def __init__(self, wanted: int) -> None:
         self._ghosts = array("Q", bytes(8 * num_places(wanted)))
         self._mask = (len(self._ghosts) - 1).to_bytes(4, "little")
-        self._new: list[BlockHash] = []
-        self._new_notes: list[int] = []
+        self._new: list[tuple[bytes, int, bytes]] = []
+        self._num_new = 0
         """Not in the table yet: one by one it would cost several times as much."""
         self._at_once = min(AT_ONCE, max(1, len(self._ghosts) // AT_ONCE))
 
-    def put(self, block_hashes: Sequence[BlockHash], memos: Sequence[int], now: float) -> None:
-        """These contents, at least one, are evicted at `now`, in seconds. A memo is a whole number of MEMO_BITS."""
+    def put(self, names: bytes, memos: Sequence[int], now: float) -> None:
+        """These contents, whose names stand one after the other, are evicted at `now`, in seconds. A memo is a whole number of
+        MEMO_BITS."""
         tick = int(now * TICKS_PER_SECOND) & LAST_TICK
-        self._new += block_hashes
-        self._new_notes += [memo << TICK_BITS | tick for memo in memos]
-        if len(self._new) >= self._at_once:
+        self._put(names, 1, pack(f"<{len(memos)}Q", *[memo << TICK_BITS | tick for memo in reversed(memos)]))
+
+    def put_some(self, names: bytes, stride: int, now: float) -> None:
+        """The same of the first of these contents and every `stride`-th behind it, with the memo 0."""
+        count = -(-len(names) // (stride * HASH_BYTES))
+        self._put(names, stride, (int(now * TICKS_PER_SECOND) & LAST_TICK).to_bytes(8, "little") * count)
+
+    def _put(self, names: bytes, stride: int, notes: bytes) -> None:
+        self._new.append((names, stride, notes))
+        self._num_new += len(notes) // 8
+        if self._num_new >= self._at_once:
             self._write()
 
     def _write(self) -> None:
         """Enter what is new into the table."""
-        count, data = len(self._new), b"".join(self._new)
-        packed = bytearray(pack(f"<{count}Q", *self._new_notes))
+        beginnings, packed, count, ghosts = array("Q"), bytearray(), self._num_new, self._ghosts
+        for names, stride, notes in self._new:
+            # The last first: of two with one place the one before the other in its prefix stays.
+            beginnings += array("Q", names)[:: HASH_BYTES // 8 * stride][::-1]
+            packed += notes
+        data = beginnings.tobytes()
         for byte in range(NOTE_BYTES, 8):
-            packed[byte::8] = data[byte - 1 :: 32]
-        ghosts = self._ghosts
+            packed[byte::8] = data[byte - 1 :: 8]
         for place, ghost in zip(self._places(data, count), unpack(f"<{count}Q", packed), strict=True):
             ghosts[place] = ghost
         self._new.clear()
-        self._new_notes.clear()
+        self._num_new = 0
 
     def memos(self, block_hashes: Sequence[BlockHash]) -> list[int | None]:
         """Of each content the memo, None if it is not remembered. Of successive blocks of one sequence, none may be told where few
@@ -82,16 +94,17 @@ class Ghosts:
         return None if note is None else (int(now * TICKS_PER_SECOND) - note & LAST_TICK) / TICKS_PER_SECOND
 
     def _notes(self, block_hashes: Sequence[BlockHash]) -> list[int | None]:
-        count, data = len(block_hashes), b"".join(block_hashes)
+        count = len(block_hashes)
         if not count:
             return []
-        ghosts, tags = gather(self._ghosts, self._places(data, count)), unpack("<" + "4xI24x" * count, data)
+        data = array("Q", b"".join(block_hashes))[:: HASH_BYTES // 8].tobytes()
+        ghosts, tags = gather(self._ghosts, self._places(data, count)), unpack("<" + "4xI" * count, data)
         return [
             ghost & (1 << NOTE_BITS) - 1 if ghost >> NOTE_BITS == tag & 0xFFFFFF and ghost >> NOTE_BITS else None
             for ghost, tag in zip(ghosts, tags, strict=True)
         ]
 
     def _places(self, data: bytes, count: int) -> tuple[int, ...]:
-        """Of names that stand one after the other: some of the first four bytes of each."""
-        words = int.from_bytes(array("I", data)[::8].tobytes(), "little") & int.from_bytes(self._mask * count, "little")
+        """Of the beginnings of names: some of the first four bytes of each."""
+        words = int.from_bytes(array("I", data)[::2].tobytes(), "little") & int.from_bytes(self._mask * count, "little")
         return unpack(f"<{count}I", words.to_bytes(4 * count, "little"))

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvist.kv.block import BlockHash, Tail
+from kvist.kv.block import BlockHash, PackedNames, Tail
 from kvist.kv.eviction import POLICIES
 from kvist.kv.ghosts import Ghosts
 from kvist.kv.hints import KVHints
@@ -26,11 +26,13 @@ from kvist.request import PrefixMiss
 
 GHOSTS_PER_BLOCK = 4
 """So many evictions are remembered; conversations come back after several times the pool."""
+MIN_GHOSTS = 1 << 10
 MAX_EXPIRED = 1 << 14
 TEMPLATE_TOKENS = 4
 """A prompt's last tokens may be its template's word for "now answer", which the next turn's prompt need not repeat."""
 LOOK_AHEAD = 8
-"""Ghosts are lost at times; one of a later block tells as much."""
+"""Ghosts are lost at times; one of a later block tells as much. Where the policy makes no use of them, so many blocks that go
+together leave one, the first: with that a miss begins."""
 
 
 class Nearest(NamedTuple):
@@ -56,7 +58,7 @@ class Keeper:
         self.uses = PrefixUses(num_blocks, index)
         self.now = 0.0
         self._index = index
-        self._ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
+        self._ghosts = Ghosts(max(MIN_GHOSTS, GHOSTS_PER_BLOCK * num_blocks // (1 if self.policy.remembers else LOOK_AHEAD)))
         self._seen = SeenPrompts(max_prompt_tokens(num_blocks))
         self._lapsed: set[int] = set()
         """Cached blocks whose claims have all ended by their time."""
@@ -72,17 +74,19 @@ class Keeper:
     def enter_restored(self, restore: Restore, copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
         """A tier has brought what was missing of a prefix, as far as it is `filled`."""
         brought = {}
-        tail = restore.tail(self._index.block_size)
-        for copy, parent, good in zip(copies, restore.parents, filled, strict=True):
-            if good and self._insert_restored(restore.root, parent, tail, copy):
+        tail, names = restore.tail(self._index.block_size), restore.names()
+        for copy, block, good in zip(copies, restore.blocks, filled, strict=True):
+            if good and self._insert_restored(restore.root, names, tail, block, copy):
                 self._enter([copy.block_hash], [copy.block_id])
                 brought[copy.block_hash] = restore.root
         self.tell("stored", "restored", brought)
 
-    def _insert_restored(self, root: BlockHash, parent: BlockHash, tail: Tail | None, copy: BlockCopy) -> bool:
+    def _insert_restored(
+        self, root: BlockHash, names: Sequence[BlockHash], tail: Tail | None, block: int, copy: BlockCopy
+    ) -> bool:
         if tail is not None and copy.block_hash == tail.name:
             return self._index.insert_tail(copy.group, root, tail, copy.block_id)
-        return bool(self._index.insert(copy.group, root, parent, [copy.block_hash], [copy.block_id])[0])
+        return bool(self._index.insert(copy.group, root, names, block, [copy.block_id])[0])
 
     def _enter(self, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
         self.pool.mark_cached(block_ids)
@@ -94,13 +98,14 @@ class Keeper:
 
     def found(self, hashes: Sequence[BlockHash], num_found: int) -> None:
         """A request's hit is the first so many of these blocks."""
-        if (block_id := self._index.get(0, hashes[num_found - 1])) is not None:
+        if (block_id := self._index.get(0, hashes, num_found - 1)) is not None:
             self.uses.found(block_id, hashes[0], self.now)
 
     def left(self, hashes: Sequence[BlockHash], num_found: int, num_blocks: int) -> None:
         """A request lets go of so many blocks, of which it had found some."""
-        if (block_id := self._index.get(0, hashes[num_blocks - 1])) is not None:
-            self.uses.left(block_id, hashes[0], hashes[num_found - 1] if 0 < num_found < num_blocks else None, self.now)
+        if (block_id := self._index.get(0, hashes, num_blocks - 1)) is not None:
+            hit = self._index.get(0, hashes, num_found - 1) if 0 < num_found < num_blocks else None
+            self.uses.left(block_id, hashes[0], None if hit is None else (hit, hashes[num_found - 1]), self.now)
 
     def advance(self, now: float) -> None:
         self.now = now
@@ -142,11 +147,11 @@ class Keeper:
         for group, block_id in enumerate(block_ids):
             if self._index.insert_tail(group, root, tail, block_id):
                 self.enter(root, [tail.name], [block_id])
-        return all(self._index.get(group, tail.name) is not None for group in range(len(block_ids)))
+        return all(self._index.get_tail(group, tail.name) is not None for group in range(len(block_ids)))
 
     def forget_tail(self, name: BlockHash) -> None:
         """Nobody finds this block, which is not full, any more."""
-        ids = [self._index.get(group, name) for group in range(self._index.num_groups)]
+        ids = [self._index.get_tail(group, name) for group in range(self._index.num_groups)]
         free = [block_id for block_id in ids if block_id is not None and not self.pool.ref_count(block_id)]
         if free:
             self._remove(free, "superseded")
@@ -189,18 +194,26 @@ class Keeper:
     def _remove(self, block_ids: list[int], reason: str) -> None:
         if not block_ids:
             return
-        memos = self.policy.leave(block_ids)
         self.uses.evict(block_ids)
-        hashes, roots = self._index.remove(block_ids)
-        self._ghosts.put(hashes, memos, self.now)
-        self.events.add(self.now, "removed", reason, roots, hashes)
+        removed = self._index.remove(block_ids)
+        for piece in removed:
+            if self.policy.remembers:
+                self._ghosts.put(piece.names, self.policy.leave(piece.block_ids), self.now)
+            else:
+                self._ghosts.put_some(piece.names, LOOK_AHEAD, self.now)
+        names = PackedNames(b"".join([piece.names for piece in removed]))
+        owners = [removed[0].root]
+        if len(removed) > 1:
+            owners = [piece.root for piece in removed for _ in piece.block_ids]
+        self.events.add(self.now, "removed", reason, owners, names)
         if self.retention:
             for block_id in block_ids:
                 if self.retention.claims(block_id):
                     self.policy.set_priority(block_id, ORDINARY_PRIORITY)
             self.retention.forget(block_ids)
         if self._lapsed:
-            for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            in_order = [block_id for piece in removed for block_id in piece.block_ids]
+            for block_id, block_hash in zip(in_order, names, strict=True):
                 if block_id in self._lapsed:
                     self._lapsed.discard(block_id)
                     self._expired[block_hash] = None

@@ -148,10 +148,9 @@ class KVManager:
         return need + reserve <= self._pool.num_free
 
     def cached(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks, of all groups, that hold what these names say."""
-        groups = range(self._num_groups)
-        found = (self.index.get(group, block_hash) for block_hash in hashes for group in groups)
-        return [block_id for block_id in found if block_id is not None]
+        """The blocks, of all groups, that there are of this prefix."""
+        groups = [self.index.every(group, hashes) for group in range(self._num_groups)]
+        return [block_id for ids in zip(*groups, strict=True) for block_id in ids if block_id is not None]
 
     def hashes_of(self, token_ids: Sequence[int], salt: str) -> tuple[BlockHash, list[BlockHash]]:
         return (root := self._root(salt)), prompt_hashes(root, token_ids, self._block_size)
@@ -216,6 +215,9 @@ class KVManager:
         """Hold the blocks of a hit; the caller sets `num_computed_tokens` to `match.num_tokens`."""
         record = self._records[request.request_id]
         assert not record.tables[0], f"request {request.request_id} holds blocks already"
+        if not match.num_tokens:
+            record.num_found = 0
+            return
         for group, (ids, first) in enumerate(zip(match.block_ids, match.first_blocks, strict=True)):
             self._pool.share(ids[first:].tolist())
             record.tables[group].extend(ids)
@@ -269,10 +271,9 @@ class KVManager:
             record.hash_up_to(request, full, self._block_size)
         root, start = record.root, record.num_committed
         assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
-        hashes, parent = record.hashes[start:full], record.hashes[start - 1] if start else root
         for group, table in enumerate(record.tables):
             block_ids = table[start:full].tolist()
-            named, names = self.index.insert(group, root, parent, hashes, block_ids)
+            named, names = self.index.insert(group, root, record.hashes, start, block_ids)
             self.keeper.enter(root, names, named)
         superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
         record.num_committed = full
@@ -390,7 +391,7 @@ class KVManager:
             assert record.num_committed <= len(record.tables[0])
         for block_id, count in enumerate(counts):
             assert self._pool.ref_count(block_id) == count
-            assert self._pool.is_cached(block_id) == (self.index.hash_of(block_id) is not None)
+            assert self._pool.is_cached(block_id) == self.index.is_indexed(block_id)
 
     @property
     def request_ids(self) -> frozenset[str]:

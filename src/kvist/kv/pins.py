@@ -39,13 +39,19 @@ class Pins:
     def num_taken(self) -> int:
         """Pinned or promised."""
         if self._num_promised is None or self._num_promised[0] != self._retention.num_pin_changes:
-            self._num_promised = self._retention.num_pin_changes, sum(map(self._num_unpinned, self._promised))
+            unpinned: dict[BlockHash, int] = {}
+            for names in self._promises.values():
+                unpinned.update(zip(names, self._num_unpinned(names), strict=True))
+            self._num_promised = self._retention.num_pin_changes, sum(unpinned.values())
         return self._retention.num_pinned + self._num_promised[1]
 
-    def _num_unpinned(self, name: BlockHash) -> int:
-        """Blocks of this name, one a group, that are not pinned."""
-        ids = [self._index.get(group, name) for group in range(self._index.num_groups)]
-        return sum(block_id is None or not self._retention.is_pinned(block_id) for block_id in ids)
+    def _num_unpinned(self, names: Sequence[BlockHash]) -> list[int]:
+        """Of each block of a prefix: how many, one a group, are not pinned."""
+        groups = [self._index.every(group, names) for group in range(self._index.num_groups)]
+        return [
+            sum(block_id is None or not self._retention.is_pinned(block_id) for block_id in ids)
+            for ids in zip(*groups, strict=True)
+        ]
 
     def add(self, request: Request, names: Sequence[BlockHash]) -> None:
         """Take note of what a request needs, and promise it its pin: `names` are those of its prompt's whole blocks. Raises
@@ -57,7 +63,8 @@ class Pins:
                 "shorten the prompt or max_tokens, or unpin something (POST /v1/kv/pin)."
             )
         if request.kv is not None and request.kv.pin:
-            want = sum(self._num_unpinned(name) for name in names if name not in self._promised)
+            missing = zip(names, self._num_unpinned(names), strict=True)
+            want = sum(count for name, count in missing if name not in self._promised)
             # Its own other choices come behind it, and need as much.
             self.check(want, [*self._tokens.values(), tokens if request.sampling_params.n > 1 else 0])
             self._promises[request.request_id] = names
@@ -81,7 +88,7 @@ class Pins:
     def check_prefix(self, block_ids: Sequence[int]) -> None:
         """Raises InvalidRequestError if these cached blocks cannot be pinned."""
         new = {block_id for block_id in block_ids if not self._retention.is_pinned(block_id)}
-        self.check(sum(name not in self._promised for name in self._index.names(new)), self._tokens.values())
+        self.check(sum(self._index.hash_of(block_id) not in self._promised for block_id in new), self._tokens.values())
 
     def check(self, want: int, tokens: Iterable[int]) -> None:
         """`tokens`: of the requests that must fit beside the pins. A longer one needs no fewer blocks."""

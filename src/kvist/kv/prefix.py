@@ -1,20 +1,21 @@
 """The prefix index: (block hash, KV group) -> block id, and the longest prefix that every group still has.
 
 A full-attention group needs every block of the prefix; a windowed group needs only the blocks that the next row's window reaches
-into. The index knows neither reference counts nor eviction order: the pool tells it which block is reused. Invariants: one block
-per (hash, group) and one (hash, group) per block; what is found was computed before it was put in.
+into. The index knows neither reference counts nor eviction order: the pool tells it which block is reused; how blocks
+are kept and found is `kv/stretches.py`. Invariants: one block per (hash, group) and one (hash, group) per block; what is found was
+computed before it was put in.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from kvist.kv.block import BlockHash, Tail
-from kvist.kv.columns import gather
 from kvist.kv.spec import first_block
+from kvist.kv.stretches import Removed, Stretch, StretchCopy, Stretches, blocks_of
 
 
 class PrefixMatch(NamedTuple):
@@ -38,130 +39,133 @@ class PrefixMatch(NamedTuple):
         )
 
 
-class IndexListing(NamedTuple):
-    """The index at one moment, by block id: hash, hash of the block before it in its prefix (or the root), root, and KV group (two
-    bytes each). A block that is not indexed has no hash and no root; the rest of it means nothing."""
+class IndexEntry(NamedTuple):
+    """What is known of an indexed block: its name, that of the block before it in its prefix (or the root), root, and KV group."""
 
-    hash_of: tuple[BlockHash | None, ...]
-    parent_of: tuple[BlockHash | None, ...]
-    root_of: tuple[BlockHash | None, ...]
-    group_of: bytes
-    tails: Mapping[int, int]
-    """Of blocks that are not full, how many tokens they hold."""
+    name: BlockHash
+    parent: BlockHash
+    root: BlockHash
+    group: int
+
+
+class IndexListing:
+    """The index at one moment. What is told by block id is worked out by whoever asks first, in any thread."""
+
+    def __init__(self, num_blocks: int, stretches: list[StretchCopy], tails: Mapping[int, int]) -> None:
+        self._num_blocks, self._stretches = num_blocks, stretches
+        self.tails = tails
+        """Of blocks that are not full, how many tokens they hold."""
+
+    @cached_property
+    def entries(self) -> list[IndexEntry | None]:
+        """By block id; None of a block that is not indexed."""
+        entries: list[IndexEntry | None] = [None] * self._num_blocks
+        for stretch in self._stretches:
+            for block_id, name, parent in blocks_of(stretch):
+                entries[block_id] = IndexEntry(name, parent, stretch.root, stretch.group)
+        return entries
 
 
 class PrefixIndex:
-    """`windows[group]` is the group's attention window in tokens, None for full attention."""
+    """`windows[group]` is the group's attention window in tokens, None for full attention. A block is named by a prefix, which is a
+    list of names from the first block on, and its number in it."""
 
     def __init__(self, num_blocks: int, windows: tuple[int | None, ...], block_size: int) -> None:
         self._windows = windows
         self.block_size = block_size
-        self._tables: tuple[dict[BlockHash, int], ...] = tuple({} for _ in windows)
-        self._hash_of: list[BlockHash | None] = [None] * num_blocks
-        self._parent_of: list[BlockHash | None] = [None] * num_blocks
-        self._root_of: list[BlockHash | None] = [None] * num_blocks
-        self._group_of = array("H", bytes(2 * num_blocks))
+        self._num_blocks = num_blocks
+        self._stretches = Stretches(num_blocks, len(windows))
         self._tails: dict[int, int] = {}
         """Of the blocks that are not full, how many tokens they hold."""
 
-    def __len__(self) -> int:
-        return sum(map(len, self._tables))
-
-    def get(self, group: int, block_hash: BlockHash | None) -> int | None:
-        return None if block_hash is None else self._tables[group].get(block_hash)
-
-    def hash_of(self, block_id: int) -> BlockHash | None:
-        return self._hash_of[block_id]
-
-    def group_of(self, block_id: int) -> int:
-        return self._group_of[block_id]
-
     @property
     def num_groups(self) -> int:
-        return len(self._tables)
+        return len(self._windows)
 
-    def names(self, block_ids: Iterable[int]) -> list[BlockHash | None]:
-        return list(map(self._hash_of.__getitem__, block_ids))
+    def count(self, root: BlockHash | None = None) -> int:
+        """Of all indexed blocks, or those of one root; costs a look at each stretch."""
+        return sum(len(stretch.block_ids) for stretch in self._stretches if root is None or stretch.root == root)
 
-    def parents(self, block_ids: Iterable[int]) -> list[BlockHash | None]:
-        """The names of the blocks before these, or the roots."""
-        return list(map(self._parent_of.__getitem__, block_ids))
+    def get(self, group: int, hashes: Sequence[BlockHash], block: int) -> int | None:
+        """The block number `block` of a prefix."""
+        found = self._stretches.find(group, hashes, block)
+        return None if found is None else found[0].block_ids[found[1]]
+
+    def get_tail(self, group: int, name: BlockHash) -> int | None:
+        """A block that is not full, or the first of a prefix: it is found without those before it."""
+        return self._stretches.first(group, name)
+
+    def every(self, group: int, hashes: Sequence[BlockHash]) -> list[int | None]:
+        """All blocks of a prefix, None for those that are missing."""
+        return self._stretches.every(group, hashes)
+
+    def among(self, hashes: Sequence[BlockHash]) -> tuple[dict[BlockHash, int], ...]:
+        """Per group, the blocks that it has of a prefix."""
+        return tuple(
+            {name: block_id for name, block_id in zip(hashes, self.every(group, hashes), strict=True) if block_id is not None}
+            for group in range(self.num_groups)
+        )
+
+    def is_indexed(self, block_id: int) -> bool:
+        return self._stretches.of(block_id) is not None
+
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        place = self._stretches.place(block_id)
+        return None if place is None else place[0].name(place[1])
+
+    def group_of(self, block_id: int) -> int:
+        return self._stretch_of(block_id).group
 
     def root_of(self, block_id: int) -> BlockHash:
         """The root of an indexed block's prefix."""
-        root = self._root_of[block_id]
-        assert root is not None, f"block {block_id} is not indexed"
-        return root
+        return self._stretch_of(block_id).root
+
+    def _stretch_of(self, block_id: int) -> Stretch:
+        stretch = self._stretches.of(block_id)
+        assert stretch is not None, f"block {block_id} is not indexed"
+        return stretch
 
     def listing(self) -> IndexListing:
-        """A copy of all that is indexed: what it costs is the copying of arrays."""
-        return IndexListing(
-            tuple(self._hash_of), tuple(self._parent_of), tuple(self._root_of), bytes(self._group_of), dict(self._tails)
-        )
+        """A copy of all that is indexed: what it costs is the copying of stretches."""
+        return IndexListing(self._num_blocks, self._stretches.copies(), dict(self._tails))
 
     def insert(
-        self, group: int, root: BlockHash, parent: BlockHash, block_hashes: Sequence[BlockHash], block_ids: list[int]
+        self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: list[int]
     ) -> tuple[list[int], Sequence[BlockHash]]:
-        """Enter computed blocks that are not indexed yet and follow each other behind `parent`; returns those that are new, whose
-        names no other block has already."""
-        assert len(block_hashes) == len(block_ids)
-        owners = list(map(self._tables[group].setdefault, block_hashes, block_ids))
-        hash_of, parent_of, root_of = self._hash_of, self._parent_of, self._root_of
-        if owners == block_ids:
-            for block_id, block_hash in zip(block_ids, block_hashes, strict=False):
-                hash_of[block_id] = block_hash
-                parent_of[block_id] = parent
-                root_of[block_id] = root
-                parent = block_hash
-        else:
-            entries = zip(block_ids, owners, block_hashes, (parent, *block_hashes), strict=False)
-            new = [(block_id, block_hash, before) for block_id, owner, block_hash, before in entries if block_id == owner]
-            for block_id, block_hash, before in new:
-                hash_of[block_id], parent_of[block_id], root_of[block_id] = block_hash, before, root
-            block_ids, block_hashes = [entry[0] for entry in new], [entry[1] for entry in new]
-        if len(self._tables) > 1:
-            for block_id in block_ids:
-                self._group_of[block_id] = group
-        return block_ids, block_hashes
+        """Enter computed blocks that are not indexed yet, those of a prefix from number `start` on; returns those that are new,
+        whose names no other block has already."""
+        new = self._stretches.insert(group, root, hashes, start, block_ids)
+        if len(new) == 1:
+            ((first, end),) = new
+            return block_ids[first - start : end - start], hashes[first:end]
+        blocks = [block for first, end in new for block in range(first, end)]
+        return [block_ids[block - start] for block in blocks], [hashes[block] for block in blocks]
 
     def insert_tail(self, group: int, root: BlockHash, tail: Tail, block_id: int) -> bool:
         """Enter a block that is not full; whether it was not named yet, nor another so."""
-        new = self._hash_of[block_id] is None and bool(self.insert(group, root, tail.parent, [tail.name], [block_id])[0])
+        new = not self.is_indexed(block_id) and self._stretches.insert_alone(group, root, tail.parent, tail.name, block_id)
         if new:
             self._tails[block_id] = tail.num_tokens
         return new
 
-    def remove(self, block_ids: Sequence[int]) -> tuple[Sequence[BlockHash], Sequence[BlockHash | None]]:
-        """Forget blocks, at least one, that are about to be reused. Returns what their contents were called, and the roots of their
-        prefixes: one each, or the one of all."""
+    def remove(self, block_ids: list[int]) -> list[Removed]:
+        """Forget blocks, at least one, that are about to be reused, the last of a prefix first."""
         if self._tails:
             for block_id in block_ids:
                 self._tails.pop(block_id, None)
-        hash_of, root_of, tables = self._hash_of, self._root_of, self._tables
-        removed = [name for name in gather(hash_of, block_ids) if name is not None]
-        roots = gather(root_of, block_ids)
-        assert len(removed) == len(block_ids), f"one of the blocks {block_ids} is not indexed"
-        for block_id in block_ids:
-            hash_of[block_id] = root_of[block_id] = None
-        if len(tables) == 1:
-            (table,) = tables
-            for block_hash in removed:
-                del table[block_hash]
-        else:
-            for block_id, block_hash in zip(block_ids, removed, strict=True):
-                del tables[self._group_of[block_id]][block_hash]
-        return removed, roots[:1] if roots.count(roots[0]) == len(roots) else roots
+        return self._stretches.remove(block_ids)
 
     def match(self, hashes: Sequence[BlockHash], limit: int) -> PrefixMatch:
         """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group."""
         if self._windows == (None,):
-            found = _leading(self._tables[0], hashes[:limit])
-            return PrefixMatch(len(found) * self.block_size, (array("i", found),), (0,))
-        length = self.longest(hashes, limit, self._tables)
+            found = self._stretches.leading(0, hashes, limit)
+            return PrefixMatch(len(found) * self.block_size, (found,), (0,))
+        tables = self.among(hashes[:limit])
+        length = self.longest(hashes, limit, tables)
         position = length * self.block_size
         firsts = tuple(first_block(position, window, self.block_size) for window in self._windows)
         ids = []
-        for table, first in zip(self._tables, firsts, strict=True):
+        for table, first in zip(tables, firsts, strict=True):
             entries = array("i", bytes(4 * first))
             entries.extend(map(table.__getitem__, hashes[first:length]))
             ids.append(entries)
@@ -186,41 +190,23 @@ class PrefixIndex:
             agreed = length == before
         return length
 
-    @property
-    def tables(self) -> tuple[Container[BlockHash], ...]:
-        """Per group, the names that are found."""
-        return self._tables
-
-    def missing(self, hashes: Sequence[BlockHash], length: int) -> list[tuple[int, BlockHash]]:
-        """(group, name) of the blocks that a prefix of `length` blocks needs and that are not here, in the order of positions."""
-        position = length * self.block_size
+    def missing(self, hashes: Sequence[BlockHash], length: int) -> list[tuple[int, int]]:
+        """(group, number) of the blocks that a prefix of `length` blocks needs and that are not here, in the order of positions."""
+        position, tables = length * self.block_size, self.among(hashes[:length])
         firsts = [first_block(position, window, self.block_size) for window in self._windows]
         return [
-            (group, hashes[block])
+            (group, block)
             for block in range(min(firsts), length)
-            for group, (table, first) in enumerate(zip(self._tables, firsts, strict=True))
+            for group, (table, first) in enumerate(zip(tables, firsts, strict=True))
             if block >= first and hashes[block] not in table
         ]
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
-        indexed = sum(block_hash is not None for block_hash in self._hash_of)
-        assert indexed == len(self)
-        assert all(self._hash_of[block_id] is not None and 0 < count < self.block_size for block_id, count in self._tails.items())
-        for group, table in enumerate(self._tables):
-            for block_hash, block_id in table.items():
-                assert self._hash_of[block_id] == block_hash
-                assert self._group_of[block_id] == group
-
-
-def _leading(table: dict[BlockHash, int], hashes: Sequence[BlockHash]) -> list[int]:
-    """What is found before the first name that is not."""
-    found: list[int] = []
-    if hashes and hashes[0] in table:
-        # A list keeps what came before the error; a loop of our own would take twice as long.
-        with suppress(KeyError):
-            found.extend(map(table.__getitem__, hashes))
-    return found
+        self._stretches.check_invariants()
+        for block_id, count in self._tails.items():
+            assert 0 < count < self.block_size
+            assert len(self._stretch_of(block_id).block_ids) == 1
 
 
 def _longest_full(table: Container[BlockHash], hashes: Sequence[BlockHash], limit: int) -> int:

@@ -52,8 +52,8 @@ class Restores:
         """Have the block behind the whole ones found by what it begins with, if all that is needed for it is here."""
         length, follower, tail = restore.length, restore.follower, restore.tail(self._index.block_size)
         assert follower is not None
-        last = self._index.get(0, restore.hashes[length - 1]) if length else None
-        here = [self._index.get(group, follower.name) is not None for group in range(self._index.num_groups)]
+        last, names = self._index.get(0, restore.hashes, length - 1) if length else None, restore.names()
+        here = [self._index.get(group, names, length) is not None for group in range(self._index.num_groups)]
         if not all(here) or (length and last is None):
             return
         tokens = record.tokens[: length * self._index.block_size] + follower.tokens

@@ -200,8 +200,7 @@ class SpanManager:
         record.hash_up_to(request, full, self._block_size)
         start = record.num_committed
         for group, table in enumerate(record.tables):
-            parent = record.hashes[start - 1] if start else record.root
-            self.index.insert(group, record.root, parent, record.hashes[start:full], table[start:full].tolist())
+            self.index.insert(group, record.root, record.hashes, start, table[start:full].tolist())
         superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
         record.num_committed = full
         if superseded is not None:
@@ -264,7 +263,7 @@ class SpanManager:
     # Helpers
 
     def _forget_tail(self, name: BlockHash) -> None:
-        ids = [self.index.get(group, name) for group in range(len(self._windows))]
+        ids = [self.index.get_tail(group, name) for group in range(len(self._windows))]
         if found := [block_id for block_id in ids if block_id is not None]:
             self.index.remove(found)
 
@@ -313,7 +312,7 @@ class SpanManager:
             block
             for start, begin in zip(span.starts, span.begin, strict=True)
             for block in range(begin, min(span.end, record.num_committed))
-            if self.index.hash_of(start + block) is not None
+            if self.index.is_indexed(start + block)
         ]
         return (min(named), max(named) + 1) if named else (0, 0)
 
@@ -323,10 +322,10 @@ class SpanManager:
             self._unname(start, max(begin, keep[1]), span.end)
 
     def _unname(self, start: int, first: int, last: int) -> None:
-        if self.enable_prefix_caching:
-            for block_id in range(start + first, start + last):
-                if self.index.hash_of(block_id) is not None:
-                    self.index.remove([block_id])
+        """Its blocks [first, last), from a span's first block `start` on, are found no more."""
+        block_ids = range(start + last - 1, start + first - 1, -1)
+        if self.enable_prefix_caching and (found := list(filter(self.index.is_indexed, block_ids))):
+            self.index.remove(found)
 
     def check_invariants(self) -> None:
         """Walk everything; O(ids)."""

@@ -73,8 +73,8 @@ class Restore(NamedTuple):
     """(group, name), in the order of positions."""
     root: BlockHash
     """Of the prefix."""
-    parents: tuple[BlockHash, ...]
-    """Of each missing block the name of the one before it, or the root."""
+    blocks: tuple[int, ...]
+    """Of each missing block its number in the prefix."""
     hashes: Sequence[BlockHash]
     """Of the prefix; its first `length` do not change."""
     length: int
@@ -88,6 +88,10 @@ class Restore(NamedTuple):
             return None
         parent = self.hashes[self.length - 1] if self.length else self.root
         return Tail(self.follower.name, parent, self.length, len(self.follower.tokens))
+
+    def names(self) -> list[BlockHash]:
+        """Of all blocks that are there or brought, one after the other."""
+        return [*self.hashes[: self.length], *([] if self.follower is None else [self.follower.name])]
 
 
 class TierRates(NamedTuple):
@@ -233,21 +237,20 @@ class TierDecider:
         """What the tier adds to the hit `match` of a prompt of `num_tokens`, whose last is computed; None if it adds nothing.
         `hashes` are at least those of the blocks that may be found."""
         found, limit = match.whole().num_tokens // self._size, (num_tokens - 1) // self._size
-        length = found if found == limit else index.longest(hashes, limit, self.beside(index.tables))
+        length = found if found == limit else index.longest(hashes, limit, self.beside(index.among(hashes[:limit])))
         follower, copied = self._follower(index, root, hashes, length, num_tokens, token_ids)
         stop = length * self._size + copied
         if length == found and 2 * (stop - match.num_tokens + 1) < self._size:
             # Not worth the block that would be evicted for it.
             return None
-        missing = index.missing(hashes, length)
-        before = dict(zip(hashes, (root, *hashes), strict=False))
+        pairs, names = index.missing(hashes, length), list(hashes[:length])
         if follower is not None:
-            missing += [(group, follower.name) for group, table in enumerate(index.tables) if follower.name not in table]
-            before[follower.name] = hashes[length - 1] if length else root
-        if not missing:
+            names.append(follower.name)
+            pairs += [(group, length) for group in range(index.num_groups) if index.get(group, names, length) is None]
+        if not pairs:
             return None
-        parents = tuple(before[block_hash] for _, block_hash in missing)
-        return Restore(match.num_tokens, stop, tuple(missing), root, parents, hashes, length, follower)
+        missing, blocks = tuple((group, names[block]) for group, block in pairs), tuple(block for _, block in pairs)
+        return Restore(match.num_tokens, stop, missing, root, blocks, hashes, length, follower)
 
     def _follower(
         self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], length: int, num_tokens: int, token_ids: Tokens
@@ -260,12 +263,16 @@ class TierDecider:
             return None, 0
         tokens = tokens_of(self._present[0][name])
         copied = common_length(tokens, token_ids(begin, end))
-        worth = 2 * (copied + 1) >= self._size and all(name in table for table in self.beside(index.tables))
+        names = [*hashes[:length], name]
+        worth = 2 * (copied + 1) >= self._size and all(
+            name in present or index.get(group, names, length) is not None for group, present in enumerate(self._present)
+        )
         return (Follower(name, tokens), copied) if worth else (None, 0)
 
     def reach(self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> int:
         """How many tokens of a prompt, without its last, device and tier hold together."""
-        length = index.longest(hashes, (len(token_ids) - 1) // self._size, self.beside(index.tables))
+        limit = (len(token_ids) - 1) // self._size
+        length = index.longest(hashes, limit, self.beside(index.among(hashes[:limit])))
         _, copied = self._follower(index, root, hashes, length, len(token_ids), lambda start, stop: token_ids[start:stop])
         return length * self._size + copied
 

@@ -84,8 +84,8 @@ class Trails:
         if not start:
             self._beginning[trail.root] = number
         # A block without a name is the second one of its content: the mark belongs to the first, which is found.
-        elif (mark[last] != number or self._index.hash_of(last) is None) and (
-            before := self._index.get(0, trail.hashes[start - 1])
+        elif (mark[last] != number or not self._index.is_indexed(last)) and (
+            before := self._index.get(0, trail.hashes, start - 1)
         ) is not None:
             mark[before] = number
         for block_id in block_ids:
@@ -151,28 +151,28 @@ class Trails:
         length = match.num_tokens // self._block_size
         best = 0
         sources: tuple[int, ...] = ()
-        for name, theirs in self._candidates(match, length, root, hashes):
+        for names, block, theirs in self._candidates(match, length, root, hashes):
             if (common := common_length(theirs, token_ids)) > best:
-                found = [self._index.get(group, name) for group in range(len(match.block_ids))]
+                found = [self._index.get(group, names, block) for group in range(len(match.block_ids))]
                 if None not in found:
                     best, sources = common, tuple(block_id for block_id in found if block_id is not None)
         return match._replace(num_tokens=match.num_tokens + best, copied_from=sources, num_copied=best) if best else match
 
     def _candidates(
         self, match: PrefixMatch, length: int, root: BlockHash, hashes: Sequence[BlockHash]
-    ) -> Iterator[tuple[BlockHash, list[int]]]:
-        """Names and tokens of blocks that stood behind the `length` blocks of a hit."""
+    ) -> Iterator[tuple[list[BlockHash], int, list[int]]]:
+        """Blocks that stood behind the `length` blocks of a hit: prefix, number in it, and tokens."""
         begin = match.num_tokens
         if not length:
             trail = self._trails.get(self._beginning.get(root, 0))
         else:
             trail = self._trails.get(self._mark[match.block_ids[0][-1]]) if match.first_blocks[0] < length else None
         if trail is not None and len(trail.hashes) > length and (not length or trail.hashes[length - 1] == hashes[length - 1]):
-            yield trail.hashes[length], trail.token_ids(begin, begin + self._block_size)
+            yield trail.hashes, length, trail.token_ids(begin, begin + self._block_size)
         if self._tails and (ended := self._tails.get(hashes[length - 1] if length else root)) is not None:
             tail = self._trails[ended].tail
             assert tail is not None
-            yield tail.name, self._trails[ended].token_ids(begin, begin + tail.num_tokens)
+            yield [tail.name], 0, self._trails[ended].token_ids(begin, begin + tail.num_tokens)
 
     def check_invariants(self) -> None:
         assert len(self._ended) == len(set(self._ended)) <= MAX_PROMPTS

@@ -23,6 +23,10 @@ FEW = 4
 """So few lookups cost less in a list than making a set of it."""
 
 
+_Anchor = tuple[BlockHash, tuple[int, BlockHash] | None]
+"""The name of a prefix's first block; id and name of the block with which a hit ended."""
+
+
 class UseListing(NamedTuple):
     """What is noted at each block id at one moment."""
 
@@ -40,25 +44,25 @@ class PrefixUses:
         self._index = index
         self._finds = array("I", bytes(4 * num_blocks))
         self._used_at = array("f", [-inf]) * num_blocks
-        self._anchors: dict[int, BlockHash] = {}
+        self._anchors: dict[int, _Anchor] = {}
 
     def found(self, block_id: int, first: BlockHash, now: float) -> None:
         """A request's hit ends with this block, in a prefix that begins with `first`."""
-        self._anchors.setdefault(block_id, first)
+        self._anchors.setdefault(block_id, (first, None))
         self._note(block_id, 1, now)
 
-    def left(self, block_id: int, first: BlockHash, hit: BlockHash | None, now: float) -> None:
-        """A request has let go of its blocks, of which this is the last; its hit had ended before it, with `hit`."""
+    def left(self, block_id: int, first: BlockHash, hit: tuple[int, BlockHash] | None, now: float) -> None:
+        """A request has let go of its blocks, of which this is the last; its hit had ended before it, with the block `hit`."""
         if hit is None:
-            self._anchors.setdefault(block_id, first)
+            self._anchors.setdefault(block_id, (first, None))
         else:
-            self._anchors[block_id] = hit
+            self._anchors[block_id] = (first, hit)
         self._note(block_id, 0, now)
 
     def evict(self, block_ids: Collection[int]) -> None:
         """These blocks are about to leave the index."""
         anchors = self._anchors
-        noted = [block_id for block_id in block_ids if block_id in anchors]
+        noted = list(filter(anchors.__contains__, block_ids))
         leaving = block_ids if len(noted) < FEW else set(block_ids)
         for block_id in noted:
             target = self._anchor_that_stays(block_id, leaving)
@@ -73,10 +77,17 @@ class PrefixUses:
         """A first block is its own anchor, and with it all of the prefix is gone."""
         before: int | None = block_id
         while before is not None and before in leaving:
-            name = self._anchors.get(before)
-            after = None if name is None else self._index.get(0, name)
+            anchor = self._anchors.get(before)
+            after = None if anchor is None else self._find(anchor)
             before = None if after == before else after
         return before
+
+    def _find(self, anchor: _Anchor) -> int | None:
+        """Its block, or the prefix's first where that is gone."""
+        first, hit = anchor
+        if hit is not None and self._index.hash_of(hit[0]) == hit[1]:
+            return hit[0]
+        return self._index.get_tail(0, first)
 
     def _note(self, block_id: int, finds: int, now: float) -> None:
         self._finds[block_id] += finds

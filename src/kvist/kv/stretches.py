@@ -1,0 +1,265 @@
+"""Where cached blocks are found: by stretches, which are successive blocks of one prefix in one KV group.
+
+A block's name covers all tokens before it, so two sequences that have one name in common have all earlier ones in common. A prefix
+is therefore found stretch by stretch, each by the name of its first block (its head) and one comparison, of the last name that
+matters; blocks are entered and taken out by stretches too. So a block costs a fraction of one access to a dictionary, whatever the
+pool's size, and what is known of neighbours lies together. No stretch goes past a block whose number in its prefix is a multiple of
+MAX_STRETCH: one in the middle is mostly found at once behind the last of these, and else at most so many names back.
+
+Blocks are taken out from a prefix's end inwards, nearly always; one from the middle cuts its stretch in two. A prefix may have
+holes: what is behind one begins with a head. This module knows no windows, tokens or reference counts. Invariants: a name has one
+block in a group; a stretch is not empty; `_of` leads from each block that is here to its stretch, and from all others nowhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvist.kv.block import HASH_BYTES, BlockHash, name_at
+
+MAX_STRETCH = 64
+
+
+class Stretch:
+    """`parent` is the name of the block before its head, or the root."""
+
+    __slots__ = ("block_ids", "group", "names", "parent", "root")
+
+    def __init__(self, group: int, root: BlockHash, parent: BlockHash) -> None:
+        self.group, self.root, self.parent = group, root, parent
+        self.names = bytearray()
+        """One after the other."""
+        self.block_ids = array("i")
+
+    def name(self, offset: int) -> BlockHash:
+        return name_at(self.names, offset)
+
+    def holds(self, offset: int, name: BlockHash) -> bool:
+        return self.names.startswith(name, HASH_BYTES * offset)
+
+    def reach(self, offset: int, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
+        """How many names from `offset` on are those of the prefix `hashes` from `start` on, up to `stop`."""
+        most = max(0, min(len(self.block_ids) - offset, stop - start))
+        if not most or self.holds(offset + most - 1, hashes[start + most - 1]):
+            return most
+        return bisect_left(range(most), True, key=lambda block: not self.holds(offset + block, hashes[start + block]))
+
+
+class Removed(NamedTuple):
+    """Successive blocks that were taken out, in the order of the prefix."""
+
+    root: BlockHash
+    names: bytes
+    block_ids: list[int]
+
+
+class StretchCopy(NamedTuple):
+    """A stretch at one moment."""
+
+    group: int
+    root: BlockHash
+    parent: BlockHash
+    names: bytes
+    block_ids: array[int]
+
+
+class Stretches:
+    """Of `num_groups` groups, whose block ids are below `num_blocks`."""
+
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
+        self._of: list[Stretch | None] = [None] * num_blocks
+        self._heads: tuple[dict[BlockHash, Stretch], ...] = tuple({} for _ in range(num_groups))
+
+    def __iter__(self) -> Iterator[Stretch]:
+        for heads in self._heads:
+            yield from heads.values()
+
+    def of(self, block_id: int) -> Stretch | None:
+        return self._of[block_id]
+
+    def place(self, block_id: int) -> tuple[Stretch, int] | None:
+        """A block's stretch, and where it stands in it."""
+        stretch = self._of[block_id]
+        return None if stretch is None else (stretch, stretch.block_ids.index(block_id))
+
+    def find(self, group: int, hashes: Sequence[BlockHash], block: int) -> tuple[Stretch, int] | None:
+        """Where the block number `block` of a prefix is."""
+        heads, begin = self._heads[group], block - block % MAX_STRETCH
+        stretch = heads.get(hashes[begin])
+        if stretch is not None and stretch.holds(block - begin, hashes[block]):
+            return stretch, block - begin
+        for first in range(block, begin, -1):
+            if (stretch := heads.get(hashes[first])) is not None:
+                # The block of this name is here, so no stretch that begins before it reaches beyond it.
+                return (stretch, block - first) if stretch.holds(block - first, hashes[block]) else None
+        return None
+
+    def first(self, group: int, name: BlockHash) -> int | None:
+        """The block of this name, if it is the first of a stretch."""
+        stretch = self._heads[group].get(name)
+        return None if stretch is None else stretch.block_ids[0]
+
+    def leading(self, group: int, hashes: Sequence[BlockHash], limit: int) -> array[int]:
+        """The first blocks of a prefix, up to the first that is missing."""
+        heads, found, length = self._heads[group], array("i"), 0
+        while length < limit and (stretch := heads.get(hashes[length])) is not None:
+            count = stretch.reach(0, hashes, length, limit)
+            found += stretch.block_ids[:count]
+            length += count
+        return found
+
+    def every(self, group: int, hashes: Sequence[BlockHash]) -> list[int | None]:
+        """All blocks of a prefix, None for those that are missing."""
+        heads, found = self._heads[group], list[int | None]()
+        while (block := len(found)) < len(hashes):
+            if (stretch := heads.get(hashes[block])) is None:
+                found.append(None)
+            else:
+                found += stretch.block_ids[: stretch.reach(0, hashes, block, len(hashes))]
+        return found
+
+    def insert(
+        self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Enter the blocks of a prefix from number `start` on, as far as their names have no block; of which numbers [from, to)."""
+        heads, stop, new = self._heads[group], start + len(block_ids), list[tuple[int, int]]()
+        stretch, offset = None, 0
+        if start and (before := self.find(group, hashes, start - 1)) is not None:
+            stretch, offset = before[0], before[1] + 1
+        block = start
+        while block < stop:
+            known = 0 if stretch is None else stretch.reach(offset, hashes, block, stop)
+            if known:
+                block, offset = block + known, offset + known
+            elif (head := heads.get(hashes[block])) is not None:
+                stretch, offset = head, 0
+            else:
+                end = self._first_head(heads, hashes, block + 1, stop)
+                last = stretch if stretch is not None and offset == len(stretch.block_ids) else None
+                self._append(last, group, root, hashes, block, block_ids[block - start : end - start])
+                new.append((block, end))
+                block, stretch = end, None
+        return new
+
+    def insert_alone(self, group: int, root: BlockHash, parent: BlockHash, name: BlockHash, block_id: int) -> bool:
+        """Enter a block that nothing follows; whether no other has its name."""
+        if name in self._heads[group]:
+            return False
+        stretch = self._heads[group][name] = self._of[block_id] = Stretch(group, root, parent)
+        stretch.names += name
+        stretch.block_ids.append(block_id)
+        return True
+
+    def _first_head(self, heads: dict[BlockHash, Stretch], hashes: Sequence[BlockHash], start: int, stop: int) -> int:
+        """What is missing ends with a head: a block that follows in a stretch has one before it."""
+        if heads.keys().isdisjoint(hashes[start:stop]):
+            return stop
+        return next(block for block in range(start, stop) if hashes[block] in heads)
+
+    def _append(
+        self,
+        last: Stretch | None,
+        group: int,
+        root: BlockHash,
+        hashes: Sequence[BlockHash],
+        start: int,
+        block_ids: Sequence[int],
+    ) -> None:
+        """Enter the blocks of a prefix from number `start` on behind the stretch `last`, and where it ends in new ones."""
+        of, block, stop, stretch = self._of, start, start + len(block_ids), last
+        while block < stop:
+            if stretch is None or not block % MAX_STRETCH:
+                stretch = Stretch(group, root, hashes[block - 1] if block else root)
+                self._heads[group][hashes[block]] = stretch
+            end = min(stop, block - block % MAX_STRETCH + MAX_STRETCH)
+            ids = block_ids[block - start : end - start]
+            stretch.names += b"".join(hashes[block:end])
+            stretch.block_ids.extend(ids)
+            for block_id in ids:
+                of[block_id] = stretch
+            block = end
+
+    def remove(self, block_ids: list[int]) -> list[Removed]:
+        """Take out different blocks, all of them here, those of one stretch the last first."""
+        removed: list[Removed] = []
+        done, count = 0, len(block_ids)
+        while done < count:
+            stretch = self._of[block_ids[done]]
+            assert stretch is not None, f"one of the blocks {block_ids} is not indexed"
+            ends = stretch.block_ids[done - count :].tolist()
+            if ends[::-1] != block_ids[done : done + len(ends)]:
+                return removed + self._remove_any(block_ids[done:])
+            removed.append(self._cut(stretch, ends))
+            done += len(ends)
+        return removed
+
+    def _remove_any(self, block_ids: list[int]) -> list[Removed]:
+        """Those of one stretch need not follow each other, and need not be its last."""
+        by_stretch: dict[Stretch | None, list[int]] = {}
+        for block_id in block_ids:
+            by_stretch.setdefault(self._of[block_id], []).append(block_id)
+        removed: list[Removed] = []
+        for stretch, ids in by_stretch.items():
+            assert stretch is not None, f"one of the blocks {block_ids} is not indexed"
+            ends = stretch.block_ids[-len(ids) :].tolist()
+            removed += [self._cut(stretch, ends)] if ends[::-1] == ids else map(self._cut_out, ids)
+        return removed
+
+    def _cut_out(self, block_id: int) -> Removed:
+        stretch = self._of[block_id]
+        assert stretch is not None, f"block {block_id} is taken out twice"
+        self._split(stretch, stretch.block_ids.index(block_id) + 1)
+        return self._cut(stretch, [block_id])
+
+    def _cut(self, stretch: Stretch, ends: list[int]) -> Removed:
+        """Take out a stretch's last blocks, which are these."""
+        keep, of = len(stretch.block_ids) - len(ends), self._of
+        names = bytes(stretch.names[HASH_BYTES * keep :] if keep else stretch.names)
+        for block_id in ends:
+            of[block_id] = None
+        if keep:
+            del stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
+        else:
+            del self._heads[stretch.group][name_at(names, 0)]
+        return Removed(stretch.root, names, ends)
+
+    def _split(self, stretch: Stretch, keep: int) -> None:
+        """Let what is behind the first `keep` blocks be a stretch of its own."""
+        if keep == len(stretch.block_ids):
+            return
+        behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1))
+        behind.names, behind.block_ids = stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
+        del stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
+        self._heads[stretch.group][behind.name(0)] = behind
+        for block_id in behind.block_ids:
+            self._of[block_id] = behind
+
+    def copies(self) -> list[StretchCopy]:
+        return [StretchCopy(one.group, one.root, one.parent, bytes(one.names), one.block_ids[:]) for one in self]
+
+    def check_invariants(self) -> None:
+        """Walk everything; O(num_blocks)."""
+        names: set[tuple[int, BlockHash]] = set()
+        for group, heads in enumerate(self._heads):
+            for head, stretch in heads.items():
+                count = len(stretch.block_ids)
+                assert 0 < count <= MAX_STRETCH
+                assert (len(stretch.names), stretch.group, stretch.name(0)) == (HASH_BYTES * count, group, head)
+                assert all(self._of[block_id] is stretch for block_id in stretch.block_ids)
+                names.update((group, stretch.name(offset)) for offset in range(count))
+        assert len(names) == sum(len(stretch.block_ids) for stretch in self) == self._num_placed()
+
+    def _num_placed(self) -> int:
+        return len(self._of) - self._of.count(None)
+
+
+def blocks_of(stretch: StretchCopy) -> Iterator[tuple[int, BlockHash, BlockHash]]:
+    """Of each block its id, its name and the name before it, or the root."""
+    parent = stretch.parent
+    for offset, block_id in enumerate(stretch.block_ids):
+        name = name_at(stretch.names, offset)
+        yield block_id, name, parent
+        parent = name
