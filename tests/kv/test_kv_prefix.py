@@ -13,6 +13,7 @@ from kvist.kv.prefix import PrefixIndex
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(12)]
 ROOT = BlockHash(bytes([255]) * 32)
+TOKENS = array("I", range(48))
 
 
 def filled(windows: tuple[int | None, ...], present: list[set[int]], size: int = 4) -> PrefixIndex:
@@ -20,7 +21,7 @@ def filled(windows: tuple[int | None, ...], present: list[set[int]], size: int =
     index = PrefixIndex(12 * len(windows), windows, size)
     for group, blocks in enumerate(present):
         for block in sorted(blocks):
-            assert index.insert(group, ROOT, HASHES, block, [12 * group + block])[0]
+            assert index.insert(group, ROOT, HASHES, block, [12 * group + block], TOKENS)[0]
     return index
 
 
@@ -59,8 +60,8 @@ def test_a_hit_is_valid_in_every_group() -> None:
 def test_the_first_of_two_blocks_with_one_name_is_kept() -> None:
     index = PrefixIndex(4, (None,), 4)
     other = [HASHES[0], HASHES[2]]
-    assert index.insert(0, ROOT, HASHES, 0, [2, 1]) == ([2, 1], HASHES[:2])
-    assert index.insert(0, ROOT, other, 0, [3, 0]) == ([0], [HASHES[2]])
+    assert index.insert(0, ROOT, HASHES, 0, [2, 1], TOKENS) == ([2, 1], HASHES[:2])
+    assert index.insert(0, ROOT, other, 0, [3, 0], TOKENS) == ([0], [HASHES[2]])
     entries = index.listing().entries
     assert [entries[block_id] for block_id in (1, 0)] == [(HASHES[1], HASHES[0], ROOT, 0), (HASHES[2], HASHES[0], ROOT, 0)]
     assert (index.get(0, HASHES, 0), index.hash_of(3), index.count(ROOT), index.count(HASHES[0])) == (2, None, 3, 0)

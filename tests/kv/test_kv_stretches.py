@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from hashlib import sha256
 
 import pytest
@@ -10,15 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvist.kv import stretches
-from kvist.kv.block import HASH_BYTES, BlockHash, name_at
-from kvist.kv.stretches import MAX_STRETCH, Stretches, blocks_of
+from kvist.kv.block import HASH_BYTES, TOKEN_BYTES, BlockHash, name_at
+from kvist.kv.stretches import MAX_STRETCH, MIN_RECALLED, Stretches, blocks_of
 
 ROOT = BlockHash(bytes(HASH_BYTES))
 NUM_BLOCKS = 60
 
 
 def prefix(*branches: int) -> list[BlockHash]:
-    """Names of a prefix whose n-th block is one of several that follow the one before."""
+    """Names of a prefix whose n-th block, of one token, is one of several that follow the one before."""
     names, name = [], ROOT
     for branch in branches:
         name = BlockHash(sha256(name + bytes([branch])).digest())
@@ -27,13 +28,14 @@ def prefix(*branches: int) -> list[BlockHash]:
 
 
 LONG = prefix(*[0] * 200)
+ZEROS = array("I", [0] * 200)
 
 
 def filled(*numbers: int) -> Stretches:
     """Block i of LONG has the id i."""
-    index = Stretches(200, 1)
+    index = Stretches(200, 1, TOKEN_BYTES, 0)
     for block in numbers:
-        assert index.insert(0, ROOT, LONG, block, [block]) == [(block, block + 1)]
+        assert index.insert(0, ROOT, LONG, block, [block], ZEROS) == [(block, block + 1)]
     index.check_invariants()
     return index
 
@@ -44,8 +46,8 @@ def sizes(index: Stretches) -> list[int]:
 
 def test_a_sequence_that_grows_block_by_block_takes_few_stretches() -> None:
     assert sizes(filled(*range(200))) == [8, 64, 64, 64]
-    index = Stretches(200, 1)
-    assert index.insert(0, ROOT, LONG, 0, range(200)) == [(0, 200)]
+    index = Stretches(200, 1, TOKEN_BYTES, 0)
+    assert index.insert(0, ROOT, LONG, 0, range(200), ZEROS) == [(0, 200)]
     assert sizes(index) == [8, 64, 64, 64]
     index.check_invariants()
     assert index.leading(0, LONG, 150).tolist() == list(range(150))
@@ -56,7 +58,7 @@ def test_a_block_from_the_middle_cuts_a_stretch_in_two_and_comes_back() -> None:
     assert index.remove([4]) == [(ROOT, LONG[4], [4])]
     assert (sizes(index), index.leading(0, LONG, 10).tolist()) == ([4, 5], [0, 1, 2, 3])
     assert index.every(0, LONG[:11]) == [0, 1, 2, 3, None, 5, 6, 7, 8, 9, None]
-    assert index.insert(0, ROOT, LONG, 2, [20, 30, 40, 50, 60]) == [(4, 5)]
+    assert index.insert(0, ROOT, LONG, 2, [20, 30, 40, 50, 60], ZEROS) == [(4, 5)]
     assert (sizes(index), index.leading(0, LONG, 20).tolist()) == ([5, 5], [0, 1, 2, 3, 40, 5, 6, 7, 8, 9])
     index.check_invariants()
 
@@ -72,10 +74,10 @@ def test_ends_are_taken_out_in_one_piece_and_others_one_by_one() -> None:
 
 
 def test_two_that_go_separate_ways_share_what_they_have_in_common() -> None:
-    index = Stretches(20, 1)
+    index = Stretches(20, 1, TOKEN_BYTES, 0)
     one, other = prefix(0, 0, 0, 0), prefix(0, 0, 1, 1)
-    assert index.insert(0, ROOT, one, 0, [0, 1, 2, 3]) == [(0, 4)]
-    assert index.insert(0, ROOT, other, 0, [10, 11, 12, 13]) == [(2, 4)]
+    assert index.insert(0, ROOT, one, 0, [0, 1, 2, 3], array("I", [0, 0, 0, 0])) == [(0, 4)]
+    assert index.insert(0, ROOT, other, 0, [10, 11, 12, 13], array("I", [0, 0, 1, 1])) == [(2, 4)]
     assert index.leading(0, other, 4).tolist() == [0, 1, 12, 13]
     parents = {block_id: parent for copy in index.copies() for block_id, _, parent in blocks_of(copy)}
     assert parents == {0: ROOT, 1: one[0], 2: one[1], 3: one[2], 12: one[1], 13: other[2]}
@@ -83,14 +85,43 @@ def test_two_that_go_separate_ways_share_what_they_have_in_common() -> None:
     assert index.find(0, prefix(0, 0, 2), 2) is None
 
 
+def test_names_are_told_from_tokens_as_far_as_these_are_known() -> None:
+    index = filled(*range(200))
+    tokens = ZEROS.tobytes()
+    assert index.recall(ROOT, tokens) == LONG
+    assert index.recall(ROOT, tokens[: 70 * TOKEN_BYTES]) == LONG[:70]
+    assert index.recall(ROOT, array("I", [*[0] * 100, 1, 0, 0]).tobytes()) == LONG[:100]
+    assert index.recall(LONG[0], tokens) == [], "another root"
+    assert index.recall(ROOT, b"") == []
+    other = prefix(*[0] * 100, 1, 1, 1, 1, 1)
+    index.remove([*range(199, 149, -1)])
+    assert index.insert(0, ROOT, other, 100, [*range(190, 195)], array("I", [*[0] * 100, 1, 1, 1, 1, 1])) == [(100, 105)]
+    assert index.recall(ROOT, array("I", [*[0] * 100, 1, 1, 1, 0]).tobytes()) == other[:103], "behind the middle of another"
+    assert index.recall(ROOT, tokens) == LONG[:150]
+    index.remove([*range(149, 66, -1)])
+    assert index.recall(ROOT, tokens) == LONG[:67]
+    assert index.recall(ROOT, array("I", [*[0] * 100, 1]).tobytes()) == LONG[:67], "what is before it is gone"
+    index.remove([*range(66, -1, -1)])
+    assert index.recall(ROOT, tokens) == []
+    index.check_invariants()
+
+
+def test_short_stretches_keep_no_tokens() -> None:
+    index, few = Stretches(20, 1, TOKEN_BYTES, 0), MIN_RECALLED - 1
+    index.insert(0, ROOT, LONG, 0, range(few), ZEROS)
+    assert index.recall(ROOT, ZEROS.tobytes()) == []
+    index.insert(0, ROOT, LONG, few, [few], ZEROS)
+    assert index.recall(ROOT, ZEROS.tobytes()) == LONG[:MIN_RECALLED]
+
+
 class Machine(RuleBasedStateMachine):
     """Two groups; prefixes branch in two. `blocks` is what there should be: (group, name) -> block id."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = Stretches(NUM_BLOCKS, 2)
+        self.index = Stretches(NUM_BLOCKS, 2, TOKEN_BYTES, 1)
         self.blocks: dict[tuple[int, BlockHash], int] = {}
-        self.prefixes: list[list[BlockHash]] = []
+        self.prefixes: list[tuple[list[BlockHash], bytes]] = []
 
     def free(self) -> list[int]:
         return sorted(set(range(NUM_BLOCKS)) - set(self.blocks.values()))
@@ -104,13 +135,13 @@ class Machine(RuleBasedStateMachine):
     def enter(self, group: int, branches: list[int], start: int, data: st.DataObject) -> None:
         names = prefix(*branches)
         start = min(start, len(names) - 1)
-        self.prefixes = [*self.prefixes[-4:], names]
+        self.prefixes = [*self.prefixes[-4:], (names, array("I", branches).tobytes())]
         free = self.free()[: len(names) - start]
         if not free:
             return
         ids = data.draw(st.permutations(free))
         wanted = [block for block in range(start, start + len(ids)) if (group, names[block]) not in self.blocks]
-        new = self.index.insert(group, ROOT, names, start, ids)
+        new = self.index.insert(group, ROOT, names, start, ids, array("I", branches))
         assert [block for first, end in new for block in range(first, end)] == wanted
         for block in wanted:
             self.blocks[group, names[block]] = ids[block - start]
@@ -141,7 +172,10 @@ class Machine(RuleBasedStateMachine):
         for block_id in range(NUM_BLOCKS):
             assert (self.index.of(block_id) is not None) == (block_id in self.blocks.values())
         for group in range(2):
-            for names in self.prefixes:
+            for names, tokens in self.prefixes:
+                recalled = self.index.recall(ROOT, tokens)
+                assert recalled == names[: len(recalled)]
+                assert all((1, name) in self.blocks for name in recalled)
                 want = [self.blocks.get((group, name)) for name in names]
                 assert self.index.every(group, names) == want
                 until = want.index(None) if None in want else len(want)
@@ -156,6 +190,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("limit", [3, MAX_STRETCH])
 def test_stretches_machine(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stretches, "MAX_STRETCH", limit)
+    monkeypatch.setattr(stretches, "MIN_RECALLED", 2)
     machine = type("Limited", (Machine,), {}).TestCase()
     machine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
     machine.runTest()

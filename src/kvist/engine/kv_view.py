@@ -7,7 +7,7 @@ blocks, neither by names nor by counts. Times are seconds ago.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any

@@ -71,22 +71,21 @@ class Keeper:
             self._enter(block_hashes, block_ids)
             self.events.add(self.now, "stored", "", (root,), block_hashes)
 
-    def enter_restored(self, restore: Restore, copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
-        """A tier has brought what was missing of a prefix, as far as it is `filled`."""
+    def enter_restored(self, restore: Restore, tokens: array[int], copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
+        """A tier has brought what was missing of a prefix, which has these tokens, as far as it is `filled`."""
         brought = {}
-        tail, names = restore.tail(self._index.block_size), restore.names()
+        tail, names, root = restore.tail(self._index.block_size), restore.names(), restore.root
         for copy, block, good in zip(copies, restore.blocks, filled, strict=True):
-            if good and self._insert_restored(restore.root, names, tail, block, copy):
+            if not good:
+                continue
+            if tail is not None and copy.block_hash == tail.name:
+                new = self._index.insert_tail(copy.group, root, tail, copy.block_id)
+            else:
+                new = bool(self._index.insert(copy.group, root, names, block, [copy.block_id], tokens)[0])
+            if new:
                 self._enter([copy.block_hash], [copy.block_id])
-                brought[copy.block_hash] = restore.root
+                brought[copy.block_hash] = root
         self.tell("stored", "restored", brought)
-
-    def _insert_restored(
-        self, root: BlockHash, names: Sequence[BlockHash], tail: Tail | None, block: int, copy: BlockCopy
-    ) -> bool:
-        if tail is not None and copy.block_hash == tail.name:
-            return self._index.insert_tail(copy.group, root, tail, copy.block_id)
-        return bool(self._index.insert(copy.group, root, names, block, [copy.block_id])[0])
 
     def _enter(self, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
         self.pool.mark_cached(block_ids)

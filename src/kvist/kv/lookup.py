@@ -22,7 +22,7 @@ class Lookup:
 
     def match(self, request: Request, record: Record) -> PrefixMatch:
         """The longest cached prefix of a request that leaves at least its last token to compute."""
-        record.hash_up_to(request, (request.num_tokens - 1) // self._block_size, self._block_size)
+        record.recall(request, (request.num_tokens - 1) // self._block_size, self._index)
         return self.find(record.root, record.hashes, request.num_tokens, request.token_ids)
 
     def find(

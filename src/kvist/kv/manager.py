@@ -273,7 +273,7 @@ class KVManager:
         assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
         for group, table in enumerate(record.tables):
             block_ids = table[start:full].tolist()
-            named, names = self.index.insert(group, root, record.hashes, start, block_ids)
+            named, names = self.index.insert(group, root, record.hashes, start, block_ids, record.tokens)
             self.keeper.enter(root, names, named)
         superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
         record.num_committed = full
@@ -389,6 +389,7 @@ class KVManager:
                 for block_id in table[let_go:]:
                     counts[block_id] += 1
             assert record.num_committed <= len(record.tables[0])
+            record.check_invariants(self._block_size)
         for block_id, count in enumerate(counts):
             assert self._pool.ref_count(block_id) == count
             assert self._pool.is_cached(block_id) == self.index.is_indexed(block_id)

@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from kvist.kv.block import BlockHash, Tail
+from kvist.kv.block import TOKEN_BYTES, BlockHash, Tail
 from kvist.kv.spec import first_block
 from kvist.kv.stretches import Removed, Stretch, StretchCopy, Stretches, blocks_of
 
@@ -74,7 +74,9 @@ class PrefixIndex:
         self._windows = windows
         self.block_size = block_size
         self._num_blocks = num_blocks
-        self._stretches = Stretches(num_blocks, len(windows))
+        # A prefix has all its blocks in a group with full attention only.
+        self._recalled = windows.index(None) if None in windows else None
+        self._stretches = Stretches(num_blocks, len(windows), TOKEN_BYTES * block_size, self._recalled)
         self._tails: dict[int, int] = {}
         """Of the blocks that are not full, how many tokens they hold."""
 
@@ -129,12 +131,16 @@ class PrefixIndex:
         """A copy of all that is indexed: what it costs is the copying of stretches."""
         return IndexListing(self._num_blocks, self._stretches.copies(), dict(self._tails))
 
+    def recall(self, root: BlockHash, tokens: array[int], limit: int) -> list[BlockHash]:
+        """The names of a prefix's first blocks, up to `limit`, as far as its tokens tell them: they need not be worked out."""
+        return [] if self._recalled is None else self._stretches.recall(root, tokens[: limit * self.block_size].tobytes())
+
     def insert(
-        self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: list[int]
+        self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: list[int], tokens: array[int]
     ) -> tuple[list[int], Sequence[BlockHash]]:
         """Enter computed blocks that are not indexed yet, those of a prefix from number `start` on; returns those that are new,
-        whose names no other block has already."""
-        new = self._stretches.insert(group, root, hashes, start, block_ids)
+        whose names no other block has already. `tokens`: of the prefix, up to the end of these blocks at least."""
+        new = self._stretches.insert(group, root, hashes, start, block_ids, tokens)
         if len(new) == 1:
             ((first, end),) = new
             return block_ids[first - start : end - start], hashes[first:end]

@@ -43,12 +43,15 @@ class Restores:
     def complete(self, plan_id: int, filled: Sequence[bool]) -> None:
         """Enter what was brought into the index, and let go of the plan's blocks."""
         copies, (restore, record) = self._tier.complete(plan_id).copies, self._under_way.pop(plan_id)
-        self._keeper.enter_restored(restore, copies, filled)
+        tokens = record.tokens[: restore.length * self._index.block_size]
         if restore.follower is not None:
-            self._lead_to(restore, record)
+            tokens += restore.follower.tokens
+        self._keeper.enter_restored(restore, tokens, copies, filled)
+        if restore.follower is not None:
+            self._lead_to(restore, tokens)
         self._keeper.pool.release([copy.block_id for copy in reversed(copies)])
 
-    def _lead_to(self, restore: Restore, record: Record) -> None:
+    def _lead_to(self, restore: Restore, tokens: array[int]) -> None:
         """Have the block behind the whole ones found by what it begins with, if all that is needed for it is here."""
         length, follower, tail = restore.length, restore.follower, restore.tail(self._index.block_size)
         assert follower is not None
@@ -56,7 +59,6 @@ class Restores:
         here = [self._index.get(group, names, length) is not None for group in range(self._index.num_groups)]
         if not all(here) or (length and last is None):
             return
-        tokens = record.tokens[: length * self._index.block_size] + follower.tokens
         hashes = [*restore.hashes[:length], *([] if tail else [follower.name])]
         for name in self._trails.brought(restore.root, hashes, tokens, last, tail):
             self._keeper.forget_tail(name)

@@ -200,7 +200,7 @@ class SpanManager:
         record.hash_up_to(request, full, self._block_size)
         start = record.num_committed
         for group, table in enumerate(record.tables):
-            self.index.insert(group, record.root, record.hashes, start, table[start:full].tolist())
+            self.index.insert(group, record.root, record.hashes, start, table[start:full].tolist(), record.tokens)
         superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
         record.num_committed = full
         if superseded is not None:

@@ -6,9 +6,14 @@ matters; blocks are entered and taken out by stretches too. So a block costs a f
 pool's size, and what is known of neighbours lies together. No stretch goes past a block whose number in its prefix is a multiple of
 MAX_STRETCH: one in the middle is mostly found at once behind the last of these, and else at most so many names back.
 
+In one group a stretch of MIN_RECALLED blocks or more knows its tokens too, packed, and is found by the name before it and its first
+block's tokens: so the names of a prefix that is here are told from its tokens, by comparing bytes, and need not be hashed again.
+Shorter ones would save little and take too much memory for it.
+
 Blocks are taken out from a prefix's end inwards, nearly always; one from the middle cuts its stretch in two. A prefix may have
-holes: what is behind one begins with a head. This module knows no windows, tokens or reference counts. Invariants: a name has one
-block in a group; a stretch is not empty; `_of` leads from each block that is here to its stretch, and from all others nowhere.
+holes: what is behind one begins with a head. This module knows no windows and no reference counts. Invariants: a name has one
+block in a group; a stretch is not empty; `_of` leads from each block that is here to its stretch, and from all others nowhere; a
+stretch knows the tokens of all its blocks or of none.
 """
 
 from __future__ import annotations
@@ -16,21 +21,24 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from struct import unpack
 from typing import NamedTuple
+from zlib import crc32
 
 from kvist.kv.block import HASH_BYTES, BlockHash, name_at
 
 MAX_STRETCH = 64
+MIN_RECALLED = 4
 
 
 class Stretch:
     """`parent` is the name of the block before its head, or the root."""
 
-    __slots__ = ("block_ids", "group", "names", "parent", "root")
+    __slots__ = ("block_ids", "group", "names", "parent", "root", "tokens")
 
     def __init__(self, group: int, root: BlockHash, parent: BlockHash) -> None:
         self.group, self.root, self.parent = group, root, parent
-        self.names = bytearray()
+        self.names = self.tokens = b""
         """One after the other."""
         self.block_ids = array("i")
 
@@ -46,6 +54,14 @@ class Stretch:
         if not most or self.holds(offset + most - 1, hashes[start + most - 1]):
             return most
         return bisect_left(range(most), True, key=lambda block: not self.holds(offset + block, hashes[start + block]))
+
+    def common_blocks(self, tokens: bytes, block_bytes: int) -> int:
+        """How many leading blocks hold these tokens."""
+        tokens = tokens[: len(self.tokens)]
+        most = len(tokens) // block_bytes
+        if self.tokens.startswith(tokens):
+            return most
+        return bisect_left(range(most), True, key=lambda block: not self.tokens.startswith(tokens[: (block + 1) * block_bytes]))
 
 
 class Removed(NamedTuple):
@@ -67,11 +83,15 @@ class StretchCopy(NamedTuple):
 
 
 class Stretches:
-    """Of `num_groups` groups, whose block ids are below `num_blocks`."""
+    """Of `num_groups` groups, whose block ids are below `num_blocks`; those of the group `recalled`, if any, are known by their
+    tokens too. A block's tokens take `block_bytes`."""
 
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int, block_bytes: int, recalled: int | None) -> None:
         self._of: list[Stretch | None] = [None] * num_blocks
         self._heads: tuple[dict[BlockHash, Stretch], ...] = tuple({} for _ in range(num_groups))
+        self._block_bytes, self._recalled = block_bytes, recalled
+        self._beginnings: dict[int, Stretch] = {}
+        """By a checksum of the name before it and its first block's tokens: the latest with that."""
 
     def __iter__(self) -> Iterator[Stretch]:
         for heads in self._heads:
@@ -121,10 +141,24 @@ class Stretches:
                 found += stretch.block_ids[: stretch.reach(0, hashes, block, len(hashes))]
         return found
 
+    def recall(self, root: BlockHash, tokens: bytes) -> list[BlockHash]:
+        """The names of the first blocks of a prefix, as far as they are known by these tokens, which are those of whole blocks."""
+        found: list[BlockHash] = []
+        parent, begin, size, piece_bytes = root, 0, self._block_bytes, MAX_STRETCH * self._block_bytes
+        while begin < len(tokens):
+            piece = tokens[begin : begin + piece_bytes]
+            stretch = self._beginnings.get(crc32(parent + piece[:size]))
+            if stretch is None or stretch.parent != parent or not (count := stretch.common_blocks(piece, size)):
+                break
+            found += unpack(count * f"{HASH_BYTES}s", stretch.names[: count * HASH_BYTES])
+            parent, begin = found[-1], begin + count * size
+        return found
+
     def insert(
-        self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: Sequence[int]
+        self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: Sequence[int], tokens: array[int]
     ) -> list[tuple[int, int]]:
-        """Enter the blocks of a prefix from number `start` on, as far as their names have no block; of which numbers [from, to)."""
+        """Enter the blocks of a prefix, which has these tokens, from number `start` on, as far as their names have no block; of
+        which numbers [from, to)."""
         heads, stop, new = self._heads[group], start + len(block_ids), list[tuple[int, int]]()
         stretch, offset = None, 0
         if start and (before := self.find(group, hashes, start - 1)) is not None:
@@ -139,7 +173,7 @@ class Stretches:
             else:
                 end = self._first_head(heads, hashes, block + 1, stop)
                 last = stretch if stretch is not None and offset == len(stretch.block_ids) else None
-                self._append(last, group, root, hashes, block, block_ids[block - start : end - start])
+                self._append(last, group, root, hashes, block, block_ids[block - start : end - start], tokens)
                 new.append((block, end))
                 block, stretch = end, None
         return new
@@ -149,7 +183,7 @@ class Stretches:
         if name in self._heads[group]:
             return False
         stretch = self._heads[group][name] = self._of[block_id] = Stretch(group, root, parent)
-        stretch.names += name
+        stretch.names = name
         stretch.block_ids.append(block_id)
         return True
 
@@ -167,6 +201,7 @@ class Stretches:
         hashes: Sequence[BlockHash],
         start: int,
         block_ids: Sequence[int],
+        tokens: array[int],
     ) -> None:
         """Enter the blocks of a prefix from number `start` on behind the stretch `last`, and where it ends in new ones."""
         of, block, stop, stretch = self._of, start, start + len(block_ids), last
@@ -180,7 +215,21 @@ class Stretches:
             stretch.block_ids.extend(ids)
             for block_id in ids:
                 of[block_id] = stretch
+            if group == self._recalled:
+                self._learn(stretch, end, tokens)
             block = end
+
+    def _learn(self, stretch: Stretch, end: int, tokens: array[int]) -> None:
+        """The stretch ends before block number `end` of a prefix with these tokens."""
+        count, size = len(stretch.block_ids), self._block_bytes // tokens.itemsize
+        if stretch.tokens:
+            stretch.tokens += tokens[(end - count) * size + len(stretch.tokens) // tokens.itemsize : end * size].tobytes()
+        elif count >= MIN_RECALLED:
+            stretch.tokens = tokens[(end - count) * size : end * size].tobytes()
+            self._beginnings[self._beginning(stretch)] = stretch
+
+    def _beginning(self, stretch: Stretch) -> int:
+        return crc32(stretch.parent + stretch.tokens[: self._block_bytes])
 
     def remove(self, block_ids: list[int]) -> list[Removed]:
         """Take out different blocks, all of them here, those of one stretch the last first."""
@@ -217,14 +266,20 @@ class Stretches:
     def _cut(self, stretch: Stretch, ends: list[int]) -> Removed:
         """Take out a stretch's last blocks, which are these."""
         keep, of = len(stretch.block_ids) - len(ends), self._of
-        names = bytes(stretch.names[HASH_BYTES * keep :] if keep else stretch.names)
+        names = stretch.names[HASH_BYTES * keep :]
         for block_id in ends:
             of[block_id] = None
         if keep:
-            del stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
+            self._shorten(stretch, keep)
         else:
             del self._heads[stretch.group][name_at(names, 0)]
+            if stretch.tokens and self._beginnings.get(place := self._beginning(stretch)) is stretch:
+                del self._beginnings[place]
         return Removed(stretch.root, names, ends)
+
+    def _shorten(self, stretch: Stretch, keep: int) -> None:
+        stretch.names, stretch.tokens = stretch.names[: HASH_BYTES * keep], stretch.tokens[: self._block_bytes * keep]
+        del stretch.block_ids[keep:]
 
     def _split(self, stretch: Stretch, keep: int) -> None:
         """Let what is behind the first `keep` blocks be a stretch of its own."""
@@ -232,13 +287,16 @@ class Stretches:
             return
         behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1))
         behind.names, behind.block_ids = stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
-        del stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
+        behind.tokens = stretch.tokens[self._block_bytes * keep :]
+        self._shorten(stretch, keep)
         self._heads[stretch.group][behind.name(0)] = behind
+        if behind.tokens:
+            self._beginnings[self._beginning(behind)] = behind
         for block_id in behind.block_ids:
             self._of[block_id] = behind
 
     def copies(self) -> list[StretchCopy]:
-        return [StretchCopy(one.group, one.root, one.parent, bytes(one.names), one.block_ids[:]) for one in self]
+        return [StretchCopy(one.group, one.root, one.parent, one.names, one.block_ids[:]) for one in self]
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
@@ -248,8 +306,13 @@ class Stretches:
                 count = len(stretch.block_ids)
                 assert 0 < count <= MAX_STRETCH
                 assert (len(stretch.names), stretch.group, stretch.name(0)) == (HASH_BYTES * count, group, head)
+                assert len(stretch.tokens) in (0, self._block_bytes * count)
                 assert all(self._of[block_id] is stretch for block_id in stretch.block_ids)
                 names.update((group, stretch.name(offset)) for offset in range(count))
+        for place, stretch in self._beginnings.items():
+            assert stretch.tokens
+            assert self._beginning(stretch) == place
+            assert self._heads[stretch.group][stretch.name(0)] is stretch
         assert len(names) == sum(len(stretch.block_ids) for stretch in self) == self._num_placed()
 
     def _num_placed(self) -> int:
