@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 from kvist.kv.block import BlockHash
-from kvist.kv.ghosts import MEMO_BITS, TICK_BITS, TICKS_PER_SECOND, Ghosts, num_places
+from kvist.kv.ghosts import MEMO_BITS, STRIDE, TICK_BITS, TICKS_PER_SECOND, Ghosts, num_places
 
 HASHES = [BlockHash(sha256(bytes([number])).digest()) for number in range(200)]
 
@@ -15,9 +15,9 @@ def test_what_was_put_is_found_with_memo_and_time() -> None:
     assert ghosts.memos(HASHES[:2]) == [None, None]
     ghosts.put(b"".join(HASHES[:3]), [7, 0, 2**MEMO_BITS - 1], 12.5)
     assert ghosts.memos(HASHES[:4]) == [7, 0, 2**MEMO_BITS - 1, None]
-    assert (ghosts.evicted_ago(HASHES[1], 13.0), ghosts.evicted_ago(HASHES[3], 13.0)) == (0.5, None)
+    assert (ghosts.evicted_ago([HASHES[1]], 13.0), ghosts.evicted_ago([HASHES[3]], 13.0)) == (0.5, None)
     ghosts.put(HASHES[0], [8], 13.1)
-    assert (ghosts.memos([HASHES[0]]), ghosts.evicted_ago(HASHES[0], 13.1)) == ([8], 0.0)
+    assert (ghosts.memos([HASHES[0]]), ghosts.evicted_ago([HASHES[0]], 13.1)) == ([8], 0.0)
     assert ghosts.memos([]) == []
 
 
@@ -25,8 +25,8 @@ def test_time_begins_anew_after_days() -> None:
     ghosts, days = Ghosts(64), 2**TICK_BITS / TICKS_PER_SECOND
     for start in (days - 10, 5 * days - 10):
         ghosts.put(b"".join(HASHES[:9]), [1] * 9, start)
-        assert {ghosts.evicted_ago(name, start + 1000.25) for name in HASHES[:9]} <= {1000.25, None}
-        assert ghosts.evicted_ago(HASHES[8], start + 1000.25) == 1000.25
+        assert {ghosts.evicted_ago([name], start + 1000.25) for name in HASHES[:9]} <= {1000.25, None}
+        assert ghosts.evicted_ago([HASHES[8]], start + 1000.25) == 1000.25
 
 
 def test_the_table_is_about_as_large_as_asked() -> None:
@@ -46,7 +46,7 @@ def test_a_remembered_sequence_is_told_whole_and_an_unknown_one_by_some_of_its_b
 def test_the_latest_of_a_large_table_are_told_at_once() -> None:
     ghosts = Ghosts(1 << 16)
     ghosts.put(b"".join(HASHES[:10]), [3] * 10, 1.0)
-    assert ghosts.evicted_ago(HASHES[9], 2.0) == 1.0
+    assert ghosts.evicted_ago([HASHES[9]], 2.0) == 1.0
     ghosts.put(b"".join(HASHES[10:20]), [4] * 10, 1.0)
     assert ghosts.memos(HASHES[:21]) == [*[3] * 10, *[4] * 10, None]
 
@@ -63,9 +63,10 @@ def test_memory_is_bounded_and_the_newest_is_always_known() -> None:
 
 def test_some_of_many_are_put_from_the_first_on() -> None:
     ghosts = Ghosts(1 << 16)
-    ghosts.put_some(b"".join(HASHES[:9]), 4, 3.0)
-    ghosts.put_some(HASHES[20], 4, 3.5)
-    times = [ghosts.evicted_ago(block_hash, 4.0) for block_hash in HASHES[:9]]
-    assert times == [1.0, None, None, None, 1.0, None, None, None, 1.0]
-    assert ghosts.evicted_ago(HASHES[20], 4.0) == 0.5
-    assert ghosts.memos(HASHES[:1]) == [0]
+    ghosts.put_some(b"".join(HASHES[: STRIDE + 1]), 3.0)
+    times = [ghosts.evicted_ago([block_hash], 4.0) for block_hash in HASHES[: STRIDE + 1]]
+    assert times == [1.0, *[None] * (STRIDE - 1), 1.0]
+    ghosts.put_some(HASHES[20], 3.5)
+    assert ghosts.evicted_ago([HASHES[20]], 4.0) == 0.5
+    assert ghosts.evicted_ago(HASHES[1 : STRIDE + 1], 4.0) == 1.0, "a miss looks so far"
+    assert ghosts.evicted_ago([], 4.0) is None

@@ -1,9 +1,8 @@
-"""Finds and last uses of prefixes: exact for each block while nothing is evicted, and for the first of a prefix always."""
+"""Finds and last uses of prefixes: exact for each block, as long as no block is evicted before one behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +56,7 @@ class Drive:
 
     def told(self) -> dict[BlockHash, tuple[int, float]]:
         """Of each block of the first group: finds and last use, added up from itself and all behind it."""
-        index, uses = self.manager.index, self.manager.keeper.uses.listing()
+        index, uses = self.manager.index, self.manager.index.uses()
         listing = index.listing()
         entries = {
             block_id: entry
@@ -75,29 +74,22 @@ class Drive:
             told[entry.name] = uses.of(behind)
         return told
 
-    def check(self, *, evicted: bool = True) -> None:
-        """No block is told more than it was found; the first of a prefix, and without evictions any, is told exactly that."""
+    def check(self) -> None:
         self.manager.check_invariants()
-        root, _ = self.manager.hashes_of((), "")
-        parents = {entry.name: entry.parent for entry in self.manager.index.listing().entries if entry is not None}
-        for name, (finds, used_at) in self.told().items():
-            assert finds <= self.finds[name]
-            assert used_at <= self.used_at[name]
-            if not evicted or parents[name] == root:
-                assert (finds, used_at) == (self.finds[name], self.used_at[name])
+        assert self.told() == {name: (finds, self.used_at[name]) for name, finds in self.finds.items()}
 
 
-def test_a_find_counts_for_the_whole_prefix_and_moves_to_where_an_earlier_hit_ended() -> None:
+def test_a_find_counts_for_the_whole_prefix_and_moves_to_the_block_before() -> None:
     drive = Drive(9)
     assert [drive.serve([1, 2]), drive.serve([1, 2, 3, 4]), drive.serve([1, 2, 3, 4]), drive.serve([1, 2, 9])] == [0, 2, 4, 2]
-    drive.check(evicted=False)
+    drive.check()
     _, names = drive.manager.hashes_of([token for block in (1, 2, 3, 4, 9) for token in [block] * SIZE], "")
     assert [drive.told()[name] for name in names[:4]] == [(3, 4.0), (3, 4.0), (1, 3.0), (1, 3.0)]
-    listing = drive.manager.keeper.uses.listing()
-    assert (sum(listing.finds), sum(used > -inf for used in listing.used_at)) == (3, 3), "noted where hits and requests ended alone"
+    notes = drive.manager.index.uses().notes
+    assert sorted(notes.values()) == [(0, 4.0), (1, 3.0), (2, 4.0)], "noted where hits and requests ended alone"
     assert drive.serve([5, 6, 7, 8]) == 0
     drive.check()
-    assert [drive.told().get(name) for name in names[:4]] == [(3, 4.0), (3, 4.0), (0, -inf), None]
+    assert [drive.told().get(name) for name in names[:4]] == [(3, 4.0), (3, 4.0), (1, 3.0), None]
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, None), (None, 6)])
@@ -106,12 +98,13 @@ def test_what_is_found_of_conversations_is_counted(windows: tuple[int | None, ..
     for turn in range(40):
         talk = turn * 7 % 5
         drive.serve([100, *range(10 * talk, 10 * talk + 1 + turn // 5)])
-        drive.check(evicted=drive.manager.usage().evictions > 0)
+        drive.check()
     assert drive.manager.usage().evictions > 10
     assert sum(finds > 0 for finds in drive.finds.values()) > 10
     drive.manager.keeper.flush(None)
+    drive.forget_evicted()
     drive.check()
-    assert sum(drive.manager.keeper.uses.listing().finds) == 0
+    assert not drive.manager.index.uses().notes
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,7 +113,7 @@ def test_what_is_found_of_conversations_is_counted(windows: tuple[int | None, ..
     policy=st.sampled_from(["lru", "density"]),
     flush=st.integers(0, 40),
 )
-def test_in_any_order_the_first_block_of_a_prefix_loses_no_find(prompts: list[list[int]], policy: str, flush: int) -> None:
+def test_in_any_order_no_block_loses_a_find(prompts: list[list[int]], policy: str, flush: int) -> None:
     drive = Drive(9, policy=policy)
     for number, blocks in enumerate(prompts):
         drive.serve(blocks)
@@ -144,5 +137,5 @@ def test_a_preempted_request_finds_its_own_blocks_without_being_counted_again() 
     match = manager.match(request)
     assert match.num_tokens == 2 * SIZE
     manager.attach(request, match)
-    assert sum(manager.keeper.uses.listing().finds) == 0
+    assert all(finds == 0 for finds, _ in manager.index.uses().notes.values())
     manager.check_invariants()

@@ -195,7 +195,7 @@ class KVView:
         claimed = {block_id: retention.priority(block_id) for block_id in retention.claimed()}
         pinned = frozenset(retention.pinned_blocks())
         root = self._root(manager, salt)
-        uses = manager.keeper.uses.listing()
+        uses = manager.index.uses()
         return Blocks(manager.index.listing(), root, pool.ref_counts(), claimed, pinned, manager.spec.block_size, uses, now)
 
     def explain(self, now: float, salt: str, token_ids: list[int], plain_salt: str | None) -> dict[str, Any]:

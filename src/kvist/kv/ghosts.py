@@ -25,6 +25,8 @@ NOTE_BYTES = NOTE_BITS // 8
 LAST_TICK = (1 << TICK_BITS) - 1
 TICKS_PER_SECOND = 4
 AT_ONCE = 64
+STRIDE = 16
+STRIDE_BYTES = STRIDE * HASH_BYTES
 PROBE = 4
 """Of many contents every so many-th is looked for first: a prefix that is remembered at all is so in most of its blocks."""
 
@@ -40,8 +42,9 @@ class Ghosts:
     def __init__(self, wanted: int) -> None:
         self._ghosts = array("Q", bytes(8 * num_places(wanted)))
         self._mask = (len(self._ghosts) - 1).to_bytes(4, "little")
-        self._new: list[tuple[bytes, int, bytes]] = []
+        self._new: list[tuple[bytes, bytes]] = []
         self._num_new = 0
+        self._new_some: list[tuple[bytes, float]] = []
         """Not in the table yet: one by one it would cost several times as much."""
         self._at_once = min(AT_ONCE, max(1, len(self._ghosts) // AT_ONCE))
 
@@ -49,25 +52,34 @@ class Ghosts:
         """These contents, whose names stand one after the other, are evicted at `now`, in seconds. A memo is a whole number of
         MEMO_BITS."""
         tick = int(now * TICKS_PER_SECOND) & LAST_TICK
-        self._put(names, 1, pack(f"<{len(memos)}Q", *[memo << TICK_BITS | tick for memo in reversed(memos)]))
-
-    def put_some(self, names: bytes, stride: int, now: float) -> None:
-        """The same of the first of these contents and every `stride`-th behind it, with the memo 0."""
-        count = -(-len(names) // (stride * HASH_BYTES))
-        self._put(names, stride, (int(now * TICKS_PER_SECOND) & LAST_TICK).to_bytes(8, "little") * count)
-
-    def _put(self, names: bytes, stride: int, notes: bytes) -> None:
-        self._new.append((names, stride, notes))
-        self._num_new += len(notes) // 8
+        self._new.append((names, pack(f"<{len(memos)}Q", *[memo << TICK_BITS | tick for memo in reversed(memos)])))
+        self._num_new += len(memos)
         if self._num_new >= self._at_once:
+            self._write()
+
+    def put_some(self, names: bytes, now: float) -> None:
+        """The same of the first of these contents and every STRIDE-th behind it, with the memo 0."""
+        self._new_some.append((names, now))
+        if len(self._new_some) >= self._at_once:
             self._write()
 
     def _write(self) -> None:
         """Enter what is new into the table."""
+        if self._new:
+            self._write_all()
+        ghosts, mask = self._ghosts, len(self._ghosts) - 1
+        for names, now in self._new_some:
+            tick = int(now * TICKS_PER_SECOND) & LAST_TICK
+            for begin in range((len(names) - 1) // STRIDE_BYTES * STRIDE_BYTES, -1, -STRIDE_BYTES):
+                name = int.from_bytes(names[begin : begin + 7], "little")
+                ghosts[name & mask] = name >> 32 << NOTE_BITS | tick
+        self._new_some.clear()
+
+    def _write_all(self) -> None:
         beginnings, packed, count, ghosts = array("Q"), bytearray(), self._num_new, self._ghosts
-        for names, stride, notes in self._new:
+        for names, notes in self._new:
             # The last first: of two with one place the one before the other in its prefix stays.
-            beginnings += array("Q", names)[:: HASH_BYTES // 8 * stride][::-1]
+            beginnings += array("Q", names)[:: HASH_BYTES // 8][::-1]
             packed += notes
         data = beginnings.tobytes()
         for byte in range(NOTE_BYTES, 8):
@@ -80,17 +92,15 @@ class Ghosts:
     def memos(self, block_hashes: Sequence[BlockHash]) -> list[int | None]:
         """Of each content the memo, None if it is not remembered. Of successive blocks of one sequence, none may be told where few
         are remembered."""
-        if self._new:
-            self._write()
+        self._write()
         if len(block_hashes) > PROBE and all_are(self._notes(block_hashes[::PROBE]), None):
             return [None] * len(block_hashes)
         return [None if note is None else note >> TICK_BITS for note in self._notes(block_hashes)]
 
-    def evicted_ago(self, block_hash: BlockHash, now: float) -> float | None:
-        """How many seconds ago the content was evicted last, if that is remembered."""
-        if self._new:
-            self._write()
-        (note,) = self._notes([block_hash])
+    def evicted_ago(self, block_hashes: Sequence[BlockHash], now: float) -> float | None:
+        """How many seconds ago the first of these contents of which that is remembered was evicted last."""
+        self._write()
+        note = next((note for note in self._notes(block_hashes) if note is not None), None)
         return None if note is None else (int(now * TICKS_PER_SECOND) - note & LAST_TICK) / TICKS_PER_SECOND
 
     def _notes(self, block_hashes: Sequence[BlockHash]) -> list[int | None]:

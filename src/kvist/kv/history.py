@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvist.kv.block import BlockHash
+from kvist.kv.block import HASH_BYTES, BlockHash, PackedNames
 
 MAX_EVENTS = 4096
 MAX_PROMPTS = 128
@@ -50,12 +50,17 @@ class KVEvent(NamedTuple):
         return [name for name, root in zip(self.block_hashes, self.owners, strict=True) if root == owner]
 
 
+_Entry = tuple[int, float, str, str, tuple[BlockHash | None, ...], Sequence[BlockHash] | bytes, str]
+"""The number of its blocks, and what else an event is made of; their names may stand one after the other."""
+
+
 class EventLog:
     """The latest events, up to MAX_EVENTS and `max_blocks` blocks in all."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._events: deque[KVEvent] = deque()
+        self._events: deque[_Entry] = deque()
+        """Most are never asked for."""
         self._num_blocks = 0
         self.next_number = 0
 
@@ -64,25 +69,35 @@ class EventLog:
         time: float,
         kind: str,
         reason: str,
-        owners: Sequence[BlockHash | None],
+        owners: tuple[BlockHash | None, ...],
         block_hashes: Sequence[BlockHash],
         tier: str = "device",
     ) -> None:
         if not block_hashes:
             return
-        events, num_blocks = self._events, self._num_blocks + len(block_hashes)
-        events.append(KVEvent(self.next_number, time, kind, reason, tuple(owners), block_hashes, tier))
+        self._add((len(block_hashes), time, kind, reason, owners, block_hashes, tier))
+
+    def add_packed(self, time: float, kind: str, reason: str, owner: BlockHash, names: bytes) -> None:
+        """The same of blocks of one owner, whose names stand one after the other."""
+        self._add((len(names) // HASH_BYTES, time, kind, reason, (owner,), names, "device"))
+
+    def _add(self, entry: _Entry) -> None:
+        events, num_blocks = self._events, self._num_blocks + entry[0]
+        events.append(entry)
         self.next_number += 1
         while len(events) > MAX_EVENTS or (num_blocks > self._max_blocks and len(events) > 1):
-            num_blocks -= len(events.popleft().block_hashes)
+            num_blocks -= events.popleft()[0]
         self._num_blocks = num_blocks
 
     def since(self, number: int, limit: int) -> list[KVEvent]:
         """Up to `limit` events from `number` on, oldest first. Earlier ones than the first kept are gone."""
-        if not self._events:
-            return []
-        start = max(0, number - self._events[0].number)
-        return [self._events[place] for place in range(start, min(len(self._events), start + limit))]
+        first = self.next_number - len(self._events)
+        start = max(0, number - first)
+        return [self._event(first, place) for place in range(start, min(len(self._events), start + limit))]
+
+    def _event(self, first: int, place: int) -> KVEvent:
+        _, time, kind, reason, owners, names, tier = self._events[place]
+        return KVEvent(first + place, time, kind, reason, owners, PackedNames(names) if isinstance(names, bytes) else names, tier)
 
 
 class SeenPrompt(NamedTuple):

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from kvist.kv.block import BlockHash, PackedNames, Tail
 from kvist.kv.eviction import POLICIES
-from kvist.kv.ghosts import Ghosts
+from kvist.kv.ghosts import STRIDE, Ghosts
 from kvist.kv.hints import KVHints
 from kvist.kv.history import EventLog, SeenPrompt, SeenPrompts, max_event_blocks, max_prompt_tokens
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex
 from kvist.kv.retention import NO_CHANGES, Changes, Retention
 from kvist.kv.rings import ORDINARY_PRIORITY
+from kvist.kv.stretches import Removed
 from kvist.kv.tiers import BlockCopy, Restore
-from kvist.kv.uses import PrefixUses
 from kvist.request import PrefixMiss
 
 GHOSTS_PER_BLOCK = 4
@@ -30,7 +30,7 @@ MIN_GHOSTS = 1 << 10
 MAX_EXPIRED = 1 << 14
 TEMPLATE_TOKENS = 4
 """A prompt's last tokens may be its template's word for "now answer", which the next turn's prompt need not repeat."""
-LOOK_AHEAD = 8
+LOOK_AHEAD = STRIDE
 """Ghosts are lost at times; one of a later block tells as much. Where the policy makes no use of them, so many blocks that go
 together leave one, the first: with that a miss begins."""
 
@@ -55,10 +55,9 @@ class Keeper:
         self.pool = BlockPool(num_blocks, self._evict, self.policy)
         self.retention = Retention(pin_budget, max(1, int(priority_budget * num_blocks)))
         self.events = EventLog(max_event_blocks(num_blocks))
-        self.uses = PrefixUses(num_blocks, index)
         self.now = 0.0
         self._index = index
-        self._ghosts = Ghosts(max(MIN_GHOSTS, GHOSTS_PER_BLOCK * num_blocks // (1 if self.policy.remembers else LOOK_AHEAD)))
+        self._ghosts = Ghosts(max(MIN_GHOSTS, GHOSTS_PER_BLOCK * num_blocks // (1 if self.policy.remembers else STRIDE)))
         self._seen = SeenPrompts(max_prompt_tokens(num_blocks))
         self._lapsed: set[int] = set()
         """Cached blocks whose claims have all ended by their time."""
@@ -94,17 +93,6 @@ class Keeper:
                 self._expired.pop(block_hash, None)
         if self.policy.remembers:
             self.policy.enter(block_ids, self._ghosts.memos(block_hashes))
-
-    def found(self, hashes: Sequence[BlockHash], num_found: int) -> None:
-        """A request's hit is the first so many of these blocks."""
-        if (block_id := self._index.get(0, hashes, num_found - 1)) is not None:
-            self.uses.found(block_id, hashes[0], self.now)
-
-    def left(self, hashes: Sequence[BlockHash], num_found: int, num_blocks: int) -> None:
-        """A request lets go of so many blocks, of which it had found some."""
-        if (block_id := self._index.get(0, hashes, num_blocks - 1)) is not None:
-            hit = self._index.get(0, hashes, num_found - 1) if 0 < num_found < num_blocks else None
-            self.uses.left(block_id, hashes[0], None if hit is None else (hit, hashes[num_found - 1]), self.now)
 
     def advance(self, now: float) -> None:
         self.now = now
@@ -166,8 +154,8 @@ class Keeper:
         """Why the block at `position`, which whole blocks of a prompt reach to or pass, is not found."""
         missing = hashes[position // block_size :][:LOOK_AHEAD]
         if missing and missing[0] in self._expired:
-            return PrefixMiss("expired", position, self._evicted_ago(missing))
-        if (ago := self._evicted_ago(missing)) is not None:
+            return PrefixMiss("expired", position, self._ghosts.evicted_ago(missing, self.now))
+        if (ago := self._ghosts.evicted_ago(missing, self.now)) is not None:
             return PrefixMiss("evicted", position, ago)
         place = self._seen.rewritten(root, token_ids, hashes, block_size, TEMPLATE_TOKENS)
         if place is not None and place >= position:
@@ -181,51 +169,43 @@ class Keeper:
         seen, common = found
         return Nearest(common, seen.num_prompt_tokens, len(seen.tokens), self.now - seen.time)
 
-    def _evicted_ago(self, hashes: Sequence[BlockHash]) -> float | None:
-        for block_hash in hashes:
-            if (ago := self._ghosts.evicted_ago(block_hash, self.now)) is not None:
-                return ago
-        return None
-
     def _evict(self, block_ids: list[int]) -> None:
         self._remove(block_ids, "evicted")
 
     def _remove(self, block_ids: list[int], reason: str) -> None:
         if not block_ids:
             return
-        self.uses.evict(block_ids)
-        removed = self._index.remove(block_ids)
+        removed, remembers, now = self._index.remove(block_ids), self.policy.remembers, self.now
         for piece in removed:
-            if self.policy.remembers:
-                self._ghosts.put(piece.names, self.policy.leave(piece.block_ids), self.now)
+            if remembers:
+                self._ghosts.put(piece.names, self.policy.leave(piece.block_ids), now)
             else:
-                self._ghosts.put_some(piece.names, LOOK_AHEAD, self.now)
-        names = PackedNames(b"".join([piece.names for piece in removed]))
-        owners = [removed[0].root]
-        if len(removed) > 1:
-            owners = [piece.root for piece in removed for _ in piece.block_ids]
-        self.events.add(self.now, "removed", reason, owners, names)
-        if self.retention:
+                self._ghosts.put_some(piece.names, now)
+            self.events.add_packed(now, "removed", reason, piece.root, piece.names)
+        if self.retention.by_block:
             for block_id in block_ids:
                 if self.retention.claims(block_id):
                     self.policy.set_priority(block_id, ORDINARY_PRIORITY)
             self.retention.forget(block_ids)
         if self._lapsed:
-            in_order = [block_id for piece in removed for block_id in piece.block_ids]
-            for block_id, block_hash in zip(in_order, names, strict=True):
+            self._forget_lapsed(removed)
+
+    def _forget_lapsed(self, removed: Sequence[Removed]) -> None:
+        for piece in removed:
+            for block_id, block_hash in zip(piece.block_ids, PackedNames(piece.names), strict=True):
                 if block_id in self._lapsed:
                     self._lapsed.discard(block_id)
                     self._expired[block_hash] = None
-            while len(self._expired) > MAX_EXPIRED:
-                del self._expired[next(iter(self._expired))]
+        while len(self._expired) > MAX_EXPIRED:
+            del self._expired[next(iter(self._expired))]
 
     def tell(self, kind: str, reason: str, blocks: Mapping[BlockHash, BlockHash | None], tier: str = "device") -> None:
         """What happened to these blocks, each with its root where that is known."""
-        self.events.add(self.now, kind, reason, list(blocks.values()), list(blocks), tier)
+        self.events.add(self.now, kind, reason, tuple(blocks.values()), list(blocks), tier)
 
     def _tell(self, kind: str, block_ids: Sequence[int], reason: str = "") -> None:
         named = [(name, self._index.root_of(block_id)) for block_id in block_ids if (name := self._index.hash_of(block_id))]
-        self.events.add(self.now, kind, reason, [root for _, root in named], [name for name, _ in named])
+        self.events.add(self.now, kind, reason, tuple(root for _, root in named), [name for name, _ in named])
 
     def _carry_out(self, changes: Changes) -> None:
         if changes is NO_CHANGES:
@@ -237,7 +217,6 @@ class Keeper:
 
     def check_invariants(self) -> None:
         self.retention.check_invariants()
-        self.uses.check_invariants()
         for block_id in range(self.pool.num_blocks):
             if self.retention.claims(block_id) or block_id in self._lapsed:
                 assert self._index.hash_of(block_id) is not None, f"block {block_id} is claimed and holds nothing"

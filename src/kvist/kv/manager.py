@@ -216,7 +216,6 @@ class KVManager:
         record = self._records[request.request_id]
         assert not record.tables[0], f"request {request.request_id} holds blocks already"
         if not match.num_tokens:
-            record.num_found = 0
             return
         for group, (ids, first) in enumerate(zip(match.block_ids, match.first_blocks, strict=True)):
             self._pool.share(ids[first:].tolist())
@@ -350,14 +349,14 @@ class KVManager:
     # Helpers
 
     def _found(self, request: Request, record: _Record, num_blocks: int) -> None:
-        record.num_found = record.num_committed = num_blocks
+        record.num_committed = num_blocks
         if num_blocks and not request.num_preemptions:
-            self.keeper.found(record.hashes, num_blocks)
+            self.index.note(record.hashes, num_blocks, 1, self.keeper.now)
 
     def _let_go(self, record: _Record) -> int:
         """Of all blocks of a request. Returns how many became free."""
         if record.num_committed:
-            self.keeper.left(record.hashes, record.num_found, record.num_committed)
+            self.index.note(record.hashes, record.num_committed, 0, self.keeper.now)
         freed = 0
         if self._copies.are_planned:
             freed = self._copies.withdraw([table[first:] for table, first in zip(record.tables, record.let_go, strict=True)])

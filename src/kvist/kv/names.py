@@ -26,8 +26,6 @@ class Record:
     num_hashed: int = 0
     tokens: array[int] = field(default_factory=lambda: array("I"))
     """The first of the request's: at least those of the blocks in `hashes`."""
-    num_found: int = 0
-    """Leading blocks that the request's last hit covered."""
     num_committed: int = 0
     """Leading blocks that have been offered to the index, or came from it."""
     trail: int = 0

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvist.kv.block import TOKEN_BYTES, BlockHash, Tail
 from kvist.kv.spec import first_block
 from kvist.kv.stretches import Removed, Stretch, StretchCopy, Stretches, blocks_of
+from kvist.kv.uses import UseListing
 
 
 class PrefixMatch(NamedTuple):
@@ -126,6 +127,15 @@ class PrefixIndex:
         stretch = self._stretches.of(block_id)
         assert stretch is not None, f"block {block_id} is not indexed"
         return stretch
+
+    def note(self, hashes: Sequence[BlockHash], num_blocks: int, finds: int, now: float) -> None:
+        """A request has used a prefix of so many blocks, at least one, and found it so many times."""
+        if (place := self._stretches.find(0, hashes, num_blocks - 1)) is not None:
+            place[0].note(place[1], finds, now)
+
+    def uses(self) -> UseListing:
+        """What is noted of the first group: a copy of the notes."""
+        return self._stretches.uses(0)
 
     def listing(self) -> IndexListing:
         """A copy of all that is indexed: what it costs is the copying of stretches."""

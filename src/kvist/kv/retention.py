@@ -67,7 +67,7 @@ class Retention:
         """Grows whenever blocks are pinned or no longer pinned."""
         self.num_expired = 0
         """Claims whose time was up, since the start."""
-        self._claims: dict[int, list[Claim]] = {}
+        self.by_block: dict[int, list[Claim]] = {}
         self._deadlines: list[tuple[float, int, Claim]] = []
         self._max_deadlines = MIN_DEADLINES
         self._num_claims = 0
@@ -76,33 +76,30 @@ class Retention:
         self._raised: Counter[int] = Counter()
         """By block, how many claims raise it."""
 
-    def __bool__(self) -> bool:
-        return bool(self._claims)
-
     @property
     def num_raised(self) -> int:
         return len(self._raised)
 
     def is_pinned(self, block_id: int) -> bool:
-        return any(claim.pin for claim in self._claims.get(block_id, ()))
+        return any(claim.pin for claim in self.by_block.get(block_id, ()))
 
     def priority(self, block_id: int) -> int:
-        return max((claim.priority for claim in self._claims.get(block_id, ())), default=ORDINARY_PRIORITY)
+        return max((claim.priority for claim in self.by_block.get(block_id, ())), default=ORDINARY_PRIORITY)
 
     def deadline(self, block_id: int) -> float | None:
         """When the last of a block's claims ends; None: never, or there is none."""
-        deadlines = [claim.deadline for claim in self._claims.get(block_id, ())]
+        deadlines = [claim.deadline for claim in self.by_block.get(block_id, ())]
         return None if None in deadlines else max((value for value in deadlines if value is not None), default=None)
 
     def claims(self, block_id: int) -> bool:
-        return block_id in self._claims
+        return block_id in self.by_block
 
     def claim(self, owner: BlockHash, block_ids: Iterable[int], priority: int, pin: bool, deadline: float | None) -> Changes:
         """Enter a claim on the blocks of a prefix, the first first; the caller has seen that a pin is within the budget. Of claims
         that are repeated, as by every turn of a conversation, one is kept."""
         claim = Claim(owner, priority, pin, deadline, set())
         claim.blocks.update(islice(dict.fromkeys(block_ids), self.priority_budget if claim.raises else None))
-        known = {one for block_id in claim.blocks for one in self._claims.get(block_id, ())}
+        known = {one for block_id in claim.blocks for one in self.by_block.get(block_id, ())}
         covering = [one for one in known if one.covers(claim)]
         if not claim.blocks or covering:
             for one in covering:
@@ -114,7 +111,7 @@ class Retention:
             if pin and not self.is_pinned(block_id):
                 changes.pinned.append(block_id)
             before = self.priority(block_id)
-            self._claims.setdefault(block_id, []).append(claim)
+            self.by_block.setdefault(block_id, []).append(claim)
             if self.priority(block_id) != before:
                 changes.priorities[block_id] = self.priority(block_id)
         self._count_pins(len(changes.pinned))
@@ -139,7 +136,7 @@ class Retention:
             self._lower(claim)
             ended.append(claim)
         changes.priorities.update(self._end(ended).priorities)
-        changes.crowded_out += sorted(block_id for block_id in blocks if block_id not in self._claims)
+        changes.crowded_out += sorted(block_id for block_id in blocks if block_id not in self.by_block)
 
     def _lower(self, claim: Claim) -> None:
         """The claim raises nothing any more."""
@@ -158,7 +155,7 @@ class Retention:
         """End the owner's claims that cover any of these blocks, whole claims at a time."""
         ended: list[Claim] = []
         for block_id in block_ids:
-            ended += [claim for claim in self._claims.get(block_id, ()) if claim.owner == owner and claim not in ended]
+            ended += [claim for claim in self.by_block.get(block_id, ()) if claim.owner == owner and claim not in ended]
         return self._end(ended)
 
     def expire(self, now: float) -> tuple[Changes, list[int]]:
@@ -173,12 +170,12 @@ class Retention:
         self.num_expired += len(ended)
         blocks = sorted(set().union(*(claim.blocks for claim in ended)))
         changes = self._end(ended)
-        return changes, [block_id for block_id in blocks if block_id not in self._claims]
+        return changes, [block_id for block_id in blocks if block_id not in self.by_block]
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """These blocks are about to hold something else; none is pinned."""
         for block_id in block_ids:
-            for claim in self._claims.pop(block_id, ()):
+            for claim in self.by_block.pop(block_id, ()):
                 assert not claim.pin, f"block {block_id} is pinned and evicted"
                 claim.blocks.discard(block_id)
                 if not claim.blocks:
@@ -199,10 +196,10 @@ class Retention:
             blocks, claim.blocks = sorted(claim.blocks), set()
             for block_id in blocks:
                 before, was_pinned = self.priority(block_id), self.is_pinned(block_id)
-                left = self._claims[block_id]
+                left = self.by_block[block_id]
                 left.remove(claim)
                 if not left:
-                    del self._claims[block_id]
+                    del self.by_block[block_id]
                 if was_pinned and not self.is_pinned(block_id):
                     changes.unpinned.append(block_id)
                 if self.priority(block_id) != before:
@@ -211,20 +208,20 @@ class Retention:
         return changes
 
     def claimed(self) -> list[int]:
-        return sorted(self._claims)
+        return sorted(self.by_block)
 
     def raised_blocks(self) -> list[int]:
         return sorted(self._raised)
 
     def pinned_blocks(self) -> list[int]:
-        return sorted(block_id for block_id in self._claims if self.is_pinned(block_id))
+        return sorted(block_id for block_id in self.by_block if self.is_pinned(block_id))
 
     def check_invariants(self) -> None:
         assert self.num_pinned == len(self.pinned_blocks()) <= self.pin_budget
-        raised = Counter(block_id for block_id, claims in self._claims.items() for claim in claims if claim.raises)
+        raised = Counter(block_id for block_id, claims in self.by_block.items() for claim in claims if claim.raises)
         assert raised == self._raised
         assert self.num_raised <= self.priority_budget
-        assert self._raising.keys() == {claim for claims in self._claims.values() for claim in claims if claim.raises}
-        for block_id, claims in self._claims.items():
+        assert self._raising.keys() == {claim for claims in self.by_block.values() for claim in claims if claim.raises}
+        for block_id, claims in self.by_block.items():
             assert claims
             assert all(block_id in claim.blocks for claim in claims)

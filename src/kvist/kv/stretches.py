@@ -26,18 +26,25 @@ from typing import NamedTuple
 from zlib import crc32
 
 from kvist.kv.block import HASH_BYTES, BlockHash, name_at
+from kvist.kv.uses import Notes, UseListing, noted, within
 
 MAX_STRETCH = 64
 MIN_RECALLED = 4
 
 
 class Stretch:
-    """`parent` is the name of the block before its head, or the root."""
+    """`parent` is the name of the block before its head, or the root; that block stood at `before_offset` of the stretch `before`,
+    where it was in one."""
 
-    __slots__ = ("block_ids", "group", "names", "parent", "root", "tokens")
+    __slots__ = ("before", "before_offset", "block_ids", "group", "names", "notes", "parent", "root", "tokens")
 
-    def __init__(self, group: int, root: BlockHash, parent: BlockHash) -> None:
+    def __init__(
+        self, group: int, root: BlockHash, parent: BlockHash, before: Stretch | None = None, before_offset: int = 0
+    ) -> None:
         self.group, self.root, self.parent = group, root, parent
+        self.before, self.before_offset = before, before_offset
+        self.notes: Notes = ()
+        """What is noted of a block that was taken out belongs to the last one."""
         self.names = self.tokens = b""
         """One after the other."""
         self.block_ids = array("i")
@@ -62,6 +69,21 @@ class Stretch:
         if self.tokens.startswith(tokens):
             return most
         return bisect_left(range(most), True, key=lambda block: not self.tokens.startswith(tokens[: (block + 1) * block_bytes]))
+
+    def note(self, offset: int, finds: int, used_at: float) -> None:
+        """A request found the block there, `finds` times, or used it."""
+        self.notes = noted(self.notes, offset, finds, used_at)
+
+    def pass_notes_on(self) -> None:
+        """The stretch is about to go: its notes move to the block before it."""
+        behind = self
+        while behind.before is not None and not behind.before.block_ids:
+            behind = behind.before
+        if (target := behind.before) is not None:
+            # What has been there may be gone, or be another's now; only the head stays the same for good.
+            offset = behind.before_offset if target.holds(behind.before_offset, behind.parent) else 0
+            for note in self.notes:
+                target.note(offset, note.finds, note.used_at)
 
 
 class Removed(NamedTuple):
@@ -172,10 +194,9 @@ class Stretches:
                 stretch, offset = head, 0
             else:
                 end = self._first_head(heads, hashes, block + 1, stop)
-                last = stretch if stretch is not None and offset == len(stretch.block_ids) else None
-                self._append(last, group, root, hashes, block, block_ids[block - start : end - start], tokens)
+                stretch = self._append(stretch, offset, group, root, hashes, block, block_ids[block - start : end - start], tokens)
                 new.append((block, end))
-                block, stretch = end, None
+                block, offset = end, len(stretch.block_ids)
         return new
 
     def insert_alone(self, group: int, root: BlockHash, parent: BlockHash, name: BlockHash, block_id: int) -> bool:
@@ -196,19 +217,23 @@ class Stretches:
     def _append(
         self,
         last: Stretch | None,
+        offset: int,
         group: int,
         root: BlockHash,
         hashes: Sequence[BlockHash],
         start: int,
         block_ids: Sequence[int],
         tokens: array[int],
-    ) -> None:
-        """Enter the blocks of a prefix from number `start` on behind the stretch `last`, and where it ends in new ones."""
+    ) -> Stretch:
+        """Enter the blocks of a prefix, at least one, from number `start` on, behind the first `offset` of the stretch `last`: in
+        it if it ends there, and in new ones. Returns the last."""
         of, block, stop, stretch = self._of, start, start + len(block_ids), last
-        while block < stop:
-            if stretch is None or not block % MAX_STRETCH:
-                stretch = Stretch(group, root, hashes[block - 1] if block else root)
+        while stretch is None or block < stop:
+            if stretch is None or not block % MAX_STRETCH or offset < len(stretch.block_ids):
+                stretch = Stretch(group, root, hashes[block - 1] if block else root, stretch, offset - 1)
                 self._heads[group][hashes[block]] = stretch
+            elif stretch.notes:
+                stretch.notes = within(stretch.notes, offset)
             end = min(stop, block - block % MAX_STRETCH + MAX_STRETCH)
             ids = block_ids[block - start : end - start]
             stretch.names += b"".join(hashes[block:end])
@@ -217,7 +242,8 @@ class Stretches:
                 of[block_id] = stretch
             if group == self._recalled:
                 self._learn(stretch, end, tokens)
-            block = end
+            block, offset = end, len(stretch.block_ids)
+        return stretch
 
     def _learn(self, stretch: Stretch, end: int, tokens: array[int]) -> None:
         """The stretch ends before block number `end` of a prefix with these tokens."""
@@ -272,9 +298,13 @@ class Stretches:
         if keep:
             self._shorten(stretch, keep)
         else:
+            if stretch.notes:
+                stretch.pass_notes_on()
             del self._heads[stretch.group][name_at(names, 0)]
             if stretch.tokens and self._beginnings.get(place := self._beginning(stretch)) is stretch:
                 del self._beginnings[place]
+            # Those behind it may lead here until they are gone.
+            self._shorten(stretch, 0)
         return Removed(stretch.root, names, ends)
 
     def _shorten(self, stretch: Stretch, keep: int) -> None:
@@ -285,7 +315,9 @@ class Stretches:
         """Let what is behind the first `keep` blocks be a stretch of its own."""
         if keep == len(stretch.block_ids):
             return
-        behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1))
+        behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1), stretch, keep - 1)
+        behind.notes = tuple(note._replace(offset=note.offset - keep) for note in stretch.notes if note.offset >= keep)
+        stretch.notes = tuple(note for note in stretch.notes if note.offset < keep)
         behind.names, behind.block_ids = stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
         behind.tokens = stretch.tokens[self._block_bytes * keep :]
         self._shorten(stretch, keep)
@@ -298,6 +330,16 @@ class Stretches:
     def copies(self) -> list[StretchCopy]:
         return [StretchCopy(one.group, one.root, one.parent, one.names, one.block_ids[:]) for one in self]
 
+    def uses(self, group: int) -> UseListing:
+        """What is noted in one group."""
+        return UseListing(
+            {
+                one.block_ids[offset]: (finds, used_at)
+                for one in self._heads[group].values()
+                for offset, finds, used_at in within(one.notes, len(one.block_ids))
+            }
+        )
+
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
         names: set[tuple[int, BlockHash]] = set()
@@ -306,6 +348,8 @@ class Stretches:
                 count = len(stretch.block_ids)
                 assert 0 < count <= MAX_STRETCH
                 assert (len(stretch.names), stretch.group, stretch.name(0)) == (HASH_BYTES * count, group, head)
+                offsets = [note.offset for note in stretch.notes]
+                assert len(offsets) == len(set(offsets))
                 assert len(stretch.tokens) in (0, self._block_bytes * count)
                 assert all(self._of[block_id] is stretch for block_id in stretch.block_ids)
                 names.update((group, stretch.name(offset)) for offset in range(count))
