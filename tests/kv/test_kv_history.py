@@ -1,18 +1,19 @@
-"""The records of events and prompts are bounded, and what a prompt has in common with known ones is exact."""
+"""The record of events is bounded, and what a prompt has in common with known ones is exact."""
 
 from __future__ import annotations
 
 from array import array
 
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
-from kvist.kv.history import MAX_EVENTS, MAX_PROMPTS, EventLog, SeenPrompt, SeenPrompts
+from kvist.kv.history import MAX_EVENTS, EventLog, Seen, nearest, rewritten
 
 ROOT = root_hash(b"", "bf16", 4, "")
 NAME = BlockHash(bytes(32))
 
 
-def seen(prompt: list[int], output: list[int], root: BlockHash = ROOT) -> SeenPrompt:
-    return SeenPrompt(root, array("I", prompt + output), len(prompt), prompt_hashes(root, prompt + output, 4), 1.0)
+def seen(prompt: list[int], output: list[int]) -> Seen:
+    tokens = prompt + output
+    return Seen(ROOT, prompt_hashes(ROOT, tokens, 4), array("I", tokens), (), num_prompt_tokens=len(prompt), time=1.0)
 
 
 def test_events_are_bounded_by_count_and_by_blocks() -> None:
@@ -27,20 +28,16 @@ def test_events_are_bounded_by_count_and_by_blocks() -> None:
     assert [event.number for event in log.since(295, 2)] == [295, 296]
 
 
-def test_prompts_are_bounded_and_the_nearest_is_found_to_the_token() -> None:
-    prompts = SeenPrompts(10_000)
-    for number in range(MAX_PROMPTS + 10):
-        prompts.add(seen([number] * 6, [1, 2, 3]))
-    assert prompts.nearest(ROOT, [5] * 6, prompt_hashes(ROOT, [5] * 6, 4), 4) is None, "the first have been forgotten"
+def test_the_nearest_is_found_to_the_token() -> None:
+    prompts = [seen([number] * 6, [1, 2, 3]) for number in range(70)]
     asked = [50] * 6 + [1, 2, 9, 9, 9, 9]
-    found = prompts.nearest(ROOT, asked, prompt_hashes(ROOT, asked, 4), 4)
-    assert found is not None
-    assert (found[0].tokens[0], found[1]) == (50, 8)
-    assert prompts.nearest(NAME, asked, prompt_hashes(NAME, asked, 4), 4) is None
-    assert prompts.rewritten(ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) == 8
+    found = nearest(prompts, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4)
+    assert found == (prompts[50], 8)
+    assert nearest(prompts, NAME, asked, prompt_hashes(NAME, asked, 4), 4) is None
+    assert nearest(prompts[:50], ROOT, asked, prompt_hashes(ROOT, asked, 4), 4) is None
+    assert rewritten(prompts, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) == 8
     other = [50] * 5 + [8] * 7
-    assert prompts.rewritten(ROOT, other, prompt_hashes(ROOT, other, 4), 4, slack=0) is None
-    few = SeenPrompts(10)
-    few.add(seen([1] * 8, []))
-    few.add(seen([2] * 8, []))
-    assert few.nearest(ROOT, [1] * 8, prompt_hashes(ROOT, [1] * 8, 4), 4) is None
+    assert rewritten(prompts, ROOT, other, prompt_hashes(ROOT, other, 4), 4, slack=0) is None
+    brought = [one._replace(num_prompt_tokens=None) for one in prompts]
+    assert nearest(brought, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4) is None, "no request"
+    assert rewritten(brought, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) is None

@@ -132,12 +132,12 @@ def test_a_wish_that_is_repeated_is_kept_once() -> None:
         drive.serve(prompt(1), pin=True, ttl=1000.0)
         drive.serve(prompt(1, 2), pin=True, ttl=50.0 - turn / 100)
         drive.serve([1, 1], pin=True, ttl=1000.0)
-    assert [len(claims) for claims in retention._claims.values()] == [1, 1, 1]
+    assert [len(claims) for claims in retention.by_block.values()] == [1, 1, 1]
     assert len(retention._deadlines) <= MIN_DEADLINES
     assert retention.deadline(0) == 1199.0
     drive.serve(prompt(1), priority=70, ttl=10.0)
     drive.serve(prompt(1, 2), pin=True, priority=60)
-    assert [len(claims) for claims in retention._claims.values()] == [3, 3, 2], "none of these does what another does"
+    assert [len(claims) for claims in retention.by_block.values()] == [3, 3, 2], "none of these does what another does"
     drive.manager.advance(1199.0)
     assert (drive.manager.num_pinned_blocks, retention.deadline(0), retention.priority(0)) == (2, None, 60)
     drive.manager.check_invariants()
@@ -297,11 +297,12 @@ def test_events_are_numbered_bounded_and_each_tenants_own() -> None:
     log = drive.manager.keeper.events
     found = log.since(0, 100)
     assert [event.number for event in found] == list(range(log.next_number))
-    assert [event.kind for event in found] == ["stored", "stored", "removed", "stored"]
-    removed = found[2]
-    assert (removed.reason, len(removed.block_hashes)) == ("evicted", 4)
-    owner, _ = drive.manager.hashes_of((), "b")
-    assert len(removed.of(owner)) + len(removed.of(drive.manager.hashes_of((), "a")[0])) == 4
+    assert [event.kind for event in found] == ["stored", "stored", "removed", "removed", "stored"]
+    owner, (other, _) = drive.manager.hashes_of((), "b")[0], drive.manager.hashes_of((), "a")
+    assert [(event.reason, len(event.of(other)), len(event.of(owner))) for event in found[2:4]] == [
+        ("evicted", 3, 0),
+        ("evicted", 0, 1),
+    ]
     assert found[0].of(owner) == []
     assert found[1].of(owner) == list(found[1].block_hashes)
     assert [event.number for event in log.since(2, 1)] == [2]

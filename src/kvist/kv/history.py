@@ -1,18 +1,18 @@
 """What happened to blocks, and which prompts came: two bounded records from which misses are explained.
 
-Both hold what the manager has anyway (hashes, packed tokens), and cost O(1) a batch of blocks and a request. This module decides
-nothing. Invariants: event numbers ascend by one and never repeat; neither record grows beyond its bounds.
+Both hold what the manager has anyway (hashes, packed tokens), and cost O(1) a batch of blocks and a request; the prompts are kept
+by `kv/trails.py`. This module decides nothing. Invariants: event numbers ascend by one and never repeat; neither record grows
+beyond its bounds.
 """
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvist.kv.block import HASH_BYTES, BlockHash, PackedNames
+from kvist.kv.block import HASH_BYTES, BlockHash, PackedNames, Tail
 
 MAX_EVENTS = 4096
 MAX_PROMPTS = 128
@@ -100,61 +100,64 @@ class EventLog:
         return KVEvent(first + place, time, kind, reason, owners, PackedNames(names) if isinstance(names, bytes) else names, tier)
 
 
-class SeenPrompt(NamedTuple):
-    """A request that ended. Nobody changes the arrays any more."""
+class Seen(NamedTuple):
+    """A sequence that is open, whose lists are the request's and the manager's own, and grow with them; or one that has ended, and
+    `prompt` is all of it, packed: nobody changes that any more."""
 
     root: BlockHash
-    tokens: array[int]
-    """Of its prompt, then of its answer."""
-    num_prompt_tokens: int
     hashes: list[BlockHash]
-    time: float
+    prompt: Sequence[int]
+    output: Sequence[int]
+    tail: Tail | None = None
+    """Its last block, if that is not full and can be found."""
+    num_prompt_tokens: int | None = None
+    """Of a request that has ended."""
+    time: float = 0.0
+    """When it ended."""
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        split = len(self.prompt)
+        if stop <= split:
+            return list(self.prompt[start:stop])
+        return [*self.prompt[start:stop], *self.output[max(0, start - split) : max(0, stop - split)]]
 
     def common(self, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int) -> int:
-        """How many leading tokens are equal. Equal hashes mean equal beginnings, so halving finds the last equal block."""
+        """How many leading tokens of one that has ended are equal. Equal hashes mean equal beginnings, so halving finds the last
+        equal block."""
         both = min(len(hashes), len(self.hashes))
         blocks = bisect_left(range(both), True, key=lambda block: hashes[block] != self.hashes[block])
-        position, end = blocks * block_size, min(len(self.tokens), len(token_ids))
-        while position < end and self.tokens[position] == token_ids[position]:
+        position, end = blocks * block_size, min(len(self.prompt), len(token_ids))
+        while position < end and self.prompt[position] == token_ids[position]:
             position += 1
         return position
 
 
-class SeenPrompts:
-    """The latest, up to MAX_PROMPTS and `max_tokens` tokens in all."""
+def nearest(
+    ended: Iterable[Seen], root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int
+) -> tuple[Seen, int] | None:
+    """The request of `root` with the longest common beginning, the latest of equals, and its length in tokens; None if nobody
+    shares a token."""
+    best, length = None, 0
+    for seen in ended:
+        if seen.root != root or seen.num_prompt_tokens is None:
+            continue
+        if (common := seen.common(token_ids, hashes, block_size)) >= max(length, 1):
+            best, length = seen, common
+    return None if best is None else (best, length)
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._seen: deque[SeenPrompt] = deque()
-        self._num_tokens = 0
 
-    def add(self, prompt: SeenPrompt) -> None:
-        self._seen.append(prompt)
-        self._num_tokens += len(prompt.tokens)
-        while len(self._seen) > MAX_PROMPTS or (self._num_tokens > self._max_tokens and len(self._seen) > 1):
-            self._num_tokens -= len(self._seen.popleft().tokens)
-
-    def nearest(
-        self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int
-    ) -> tuple[SeenPrompt, int] | None:
-        """The one of `root` with the longest common beginning, the latest of equals, and its length in tokens; None if nobody
-        shares a token."""
-        best, length = None, 0
-        for seen in self._seen:
-            if seen.root == root and (common := seen.common(token_ids, hashes, block_size)) >= max(length, 1):
-                best, length = seen, common
-        return None if best is None else (best, length)
-
-    def rewritten(
-        self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int, slack: int
-    ) -> int | None:
-        """Where a prompt leaves a known conversation within its answer (or the last `slack` tokens before that), if nobody shares
-        more with it."""
-        longest, place = 0, None
-        for seen in self._seen:
-            if seen.root != root or (common := seen.common(token_ids, hashes, block_size)) < max(longest, 1):
-                continue
-            within = seen.num_prompt_tokens - slack <= common < min(len(seen.tokens), len(token_ids))
-            place = common if within or (place == common) else None
-            longest = common
-        return place
+def rewritten(
+    ended: Iterable[Seen], root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int, slack: int
+) -> int | None:
+    """Where a prompt leaves a known conversation within its answer (or the last `slack` tokens before that), if nobody shares more
+    with it."""
+    longest, place = 0, None
+    for seen in ended:
+        if seen.root != root or seen.num_prompt_tokens is None:
+            continue
+        if (common := seen.common(token_ids, hashes, block_size)) < max(longest, 1):
+            continue
+        within = seen.num_prompt_tokens - slack <= common < min(len(seen.prompt), len(token_ids))
+        place = common if within or (place == common) else None
+        longest = common
+    return place

@@ -8,14 +8,14 @@ Invariants: pinned blocks are held once by the keeper; what is claimed is in the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvist.kv.block import BlockHash, PackedNames, Tail
 from kvist.kv.eviction import POLICIES
 from kvist.kv.ghosts import STRIDE, Ghosts
 from kvist.kv.hints import KVHints
-from kvist.kv.history import EventLog, SeenPrompt, SeenPrompts, max_event_blocks, max_prompt_tokens
+from kvist.kv.history import EventLog, Seen, max_event_blocks, nearest, rewritten
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixIndex
 from kvist.kv.retention import NO_CHANGES, Changes, Retention
@@ -46,10 +46,17 @@ class Nearest(NamedTuple):
 
 
 class Keeper:
-    """`pin_budget` is the most blocks that may be pinned at once, `priority_budget` the share of the pool for raised priorities."""
+    """`pin_budget` is the most blocks that may be pinned at once, `priority_budget` the share of the pool for raised priorities;
+    `ended` are the latest sequences that have ended."""
 
     def __init__(
-        self, num_blocks: int, index: PrefixIndex, eviction_policy: str, pin_budget: int, priority_budget: float = 0.5
+        self,
+        num_blocks: int,
+        index: PrefixIndex,
+        ended: Callable[[], Iterable[Seen]],
+        eviction_policy: str,
+        pin_budget: int,
+        priority_budget: float = 0.5,
     ) -> None:
         self.policy = POLICIES[eviction_policy](num_blocks)
         self.pool = BlockPool(num_blocks, self._evict, self.policy)
@@ -58,7 +65,7 @@ class Keeper:
         self.now = 0.0
         self._index = index
         self._ghosts = Ghosts(max(MIN_GHOSTS, GHOSTS_PER_BLOCK * num_blocks // (1 if self.policy.remembers else STRIDE)))
-        self._seen = SeenPrompts(max_prompt_tokens(num_blocks))
+        self._ended = ended
         self._lapsed: set[int] = set()
         """Cached blocks whose claims have all ended by their time."""
         self._expired: dict[BlockHash, None] = {}
@@ -144,10 +151,6 @@ class Keeper:
             self._remove(free, "superseded")
             self.pool.drop(free)
 
-    def remember(self, root: BlockHash, tokens: array[int], num_prompt_tokens: int, hashes: list[BlockHash]) -> None:
-        """A request has ended; nobody changes its tokens and names any more."""
-        self._seen.add(SeenPrompt(root, tokens, num_prompt_tokens, hashes, self.now))
-
     def explain(
         self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], position: int, block_size: int
     ) -> PrefixMiss:
@@ -157,17 +160,17 @@ class Keeper:
             return PrefixMiss("expired", position, self._ghosts.evicted_ago(missing, self.now))
         if (ago := self._ghosts.evicted_ago(missing, self.now)) is not None:
             return PrefixMiss("evicted", position, ago)
-        place = self._seen.rewritten(root, token_ids, hashes, block_size, TEMPLATE_TOKENS)
+        place = rewritten(self._ended(), root, token_ids, hashes, block_size, TEMPLATE_TOKENS)
         if place is not None and place >= position:
             return PrefixMiss("rewritten", place)
         return PrefixMiss("never_seen", position)
 
     def nearest(self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int) -> Nearest | None:
-        found = self._seen.nearest(root, token_ids, hashes, block_size)
+        found = nearest(self._ended(), root, token_ids, hashes, block_size)
         if found is None:
             return None
         seen, common = found
-        return Nearest(common, seen.num_prompt_tokens, len(seen.tokens), self.now - seen.time)
+        return Nearest(common, seen.num_prompt_tokens or 0, len(seen.prompt), self.now - seen.time)
 
     def _evict(self, block_ids: list[int]) -> None:
         self._remove(block_ids, "evicted")

@@ -82,9 +82,10 @@ class KVManager:
         self._windows = tuple(group.window for group in spec.groups)
         self._has_windows = any(window is not None for window in self._windows)
         self.index = PrefixIndex(num_blocks, self._windows, spec.block_size)
-        self.keeper = Keeper(num_blocks, self.index, eviction_policy, int(pin_budget * num_blocks), priority_budget)
-        self._pool = self.keeper.pool
         self._trails = Trails(num_blocks, spec.block_size, self.index)
+        pins = int(pin_budget * num_blocks)
+        self.keeper = Keeper(num_blocks, self.index, self._trails.ended, eviction_policy, pins, priority_budget)
+        self._pool = self.keeper.pool
         self._lookup = Lookup(self.index, self._trails if spec.copies_beginnings else None, spec.block_size)
         self._keeps_tails = enable_prefix_caching and spec.copies_beginnings
         self._copies = Copies(self._pool, spec.block_size)
@@ -221,10 +222,11 @@ class KVManager:
             self._pool.share(ids[first:].tolist())
             record.tables[group].extend(ids)
             record.let_go[group] = first
-        self._pool.share(match.copied_from)
-        for table, block_id in zip(record.tables, match.copied_from, strict=False):
-            table.append(block_id)
-        record.shares_tail = match.num_copied > 0
+        if match.num_copied:
+            self._pool.share(match.copied_from)
+            for table, block_id in zip(record.tables, match.copied_from, strict=True):
+                table.append(block_id)
+            record.shares_tail = True
         self._found(request, record, match.num_tokens // self._block_size)
 
     def fork(self, source: Request, request: Request) -> None:
@@ -340,10 +342,8 @@ class KVManager:
         freed = self._let_go(record)
         self.pins.forget(request.request_id)
         tokens = record.all_tokens(request) if request.num_computed_tokens else None
-        for name in self._trails.close(record.trail, tokens, tail):
+        for name in self._trails.close(record.trail, tokens, tail, request.num_prompt_tokens, self.keeper.now):
             self.keeper.forget_tail(name)
-        if tokens is not None:
-            self.keeper.remember(record.root, tokens, request.num_prompt_tokens, record.hashes)
         return freed
 
     # Helpers

@@ -151,9 +151,8 @@ class PrefixIndex:
         """Enter computed blocks that are not indexed yet, those of a prefix from number `start` on; returns those that are new,
         whose names no other block has already. `tokens`: of the prefix, up to the end of these blocks at least."""
         new = self._stretches.insert(group, root, hashes, start, block_ids, tokens)
-        if len(new) == 1:
-            ((first, end),) = new
-            return block_ids[first - start : end - start], hashes[first:end]
+        if new == [(start, start + len(block_ids))]:
+            return block_ids, hashes[start : start + len(block_ids)]
         blocks = [block for first, end in new for block in range(first, end)]
         return [block_ids[block - start] for block in blocks], [hashes[block] for block in blocks]
 

@@ -83,17 +83,19 @@ class Rings:
             place[block_id] = run
 
     def unlink(self, block_ids: Sequence[int]) -> list[tuple[Run, int]]:
-        """Take blocks out of their rings. Of each run so many."""
+        """Take blocks out of their rings. Of each run so many. Those of a run that goes whole keep their place, as in `take`."""
         place, taken, start = self._place, [], 0
         for run, count in pieces(self.runs_of(block_ids)):
-            held, stop = self._held[run.kind], start + count
-            for block_id in block_ids[start:stop]:
-                place[block_id] = held
-            run.left -= count
-            if not run.left:
+            stop = start + count
+            if count == run.left:
                 self._drop(run)
-            elif 2 * run.left < len(run.block_ids):
-                self._tidy(run)
+            else:
+                held = self._held[run.kind]
+                for block_id in block_ids[start:stop]:
+                    place[block_id] = held
+                run.left -= count
+                if 2 * run.left < len(run.block_ids):
+                    self._tidy(run)
             taken.append((run, count))
             start = stop
         return taken

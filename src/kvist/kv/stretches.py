@@ -57,8 +57,10 @@ class Stretch:
 
     def reach(self, offset: int, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
         """How many names from `offset` on are those of the prefix `hashes` from `start` on, up to `stop`."""
-        most = max(0, min(len(self.block_ids) - offset, stop - start))
-        if not most or self.holds(offset + most - 1, hashes[start + most - 1]):
+        most = min(len(self.block_ids) - offset, stop - start)
+        if most <= 0:
+            return 0
+        if self.holds(offset + most - 1, hashes[start + most - 1]):
             return most
         return bisect_left(range(most), True, key=lambda block: not self.holds(offset + block, hashes[start + block]))
 
@@ -182,19 +184,18 @@ class Stretches:
         """Enter the blocks of a prefix, which has these tokens, from number `start` on, as far as their names have no block; of
         which numbers [from, to)."""
         heads, stop, new = self._heads[group], start + len(block_ids), list[tuple[int, int]]()
-        stretch, offset = None, 0
-        if start and (before := self.find(group, hashes, start - 1)) is not None:
-            stretch, offset = before[0], before[1] + 1
+        place = self.find(group, hashes, start - 1) if start else None
+        stretch, offset = (None, 0) if place is None else (place[0], place[1] + 1)
         block = start
         while block < stop:
-            known = 0 if stretch is None else stretch.reach(offset, hashes, block, stop)
-            if known:
+            if stretch is not None and (known := stretch.reach(offset, hashes, block, stop)):
                 block, offset = block + known, offset + known
             elif (head := heads.get(hashes[block])) is not None:
                 stretch, offset = head, 0
             else:
                 end = self._first_head(heads, hashes, block + 1, stop)
-                stretch = self._append(stretch, offset, group, root, hashes, block, block_ids[block - start : end - start], tokens)
+                ids = block_ids[block - start : end - start]
+                stretch = self._append(stretch, offset, group, root, hashes, block, ids, tokens)
                 new.append((block, end))
                 block, offset = end, len(stretch.block_ids)
         return new

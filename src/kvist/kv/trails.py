@@ -4,7 +4,7 @@ The keys and values of a token depend on itself and those before it, so the firs
 has the same m tokens there, by copy. Each sequence leaves its mark at the blocks it computed and at the one before them, the latest
 over earlier ones; who has been matched up to a block looks at the one sequence that is marked there. That costs a request a handful
 of comparisons, and a block one store. Tokens are not stored again: a mark leads to a request's own lists while it lives, and
-to the packed tokens of the latest that have ended, which `kv/history.py` keeps too, within its bounds.
+to the packed tokens of the latest that have ended, within the bounds of `kv/history.py`, from which misses are explained too.
 
 The last block of a sequence that has ended, if it is not full, has a name too: its `tail` is found by the name of the block before.
 The latest one behind a block takes an earlier one's place, and one that a whole block begins with is of no more use. The caller is
@@ -20,29 +20,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from kvist.kv.block import BlockHash, Tail
-from kvist.kv.history import MAX_PROMPTS, max_prompt_tokens
+from kvist.kv.history import MAX_PROMPTS, Seen, max_prompt_tokens
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.request import Request
-
-
-class _Trail(NamedTuple):
-    """The lists are the request's and the manager's own, and grow with them; of a sequence that has ended, `prompt` is all of it,
-    packed."""
-
-    root: BlockHash
-    hashes: list[BlockHash]
-    prompt: Sequence[int]
-    output: Sequence[int]
-    tail: Tail | None = None
-
-    def token_ids(self, start: int, stop: int) -> list[int]:
-        split = len(self.prompt)
-        if stop <= split:
-            return list(self.prompt[start:stop])
-        return [*self.prompt[start:stop], *self.output[max(0, start - split) : max(0, stop - split)]]
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -63,7 +45,7 @@ class Trails:
         """By block id of the first group: the number of a sequence, 0 for none."""
         self._beginning: dict[BlockHash, int] = {}
         """By root: the latest sequence that computed a first block."""
-        self._trails: dict[int, _Trail] = {}
+        self._trails: dict[int, Seen] = {}
         self._ended: deque[int] = deque()
         self._num_ended_tokens = 0
         self._max_tokens = max_prompt_tokens(num_ids)
@@ -74,7 +56,7 @@ class Trails:
     def open(self, root: BlockHash, hashes: list[BlockHash], request: Request) -> int:
         """A sequence begins; its number."""
         self._number = self._number % 0xFFFFFFFF + 1
-        self._trails[self._number] = _Trail(root, hashes, request.prompt_token_ids, request.output_token_ids)
+        self._trails[self._number] = Seen(root, hashes, request.prompt_token_ids, request.output_token_ids)
         return self._number
 
     def passed(self, number: int, start: int, block_ids: Sequence[int], last: int) -> BlockHash | None:
@@ -97,15 +79,27 @@ class Trails:
         theirs = self._trails[ended].token_ids(begin, begin + tail.num_tokens)
         return self._lose_tail(ended) if theirs == trail.token_ids(begin, begin + tail.num_tokens) else None
 
-    def close(self, number: int, token_ids: array[int] | None, tail: Tail | None) -> list[BlockHash]:
-        """A sequence has ended with these tokens, which nobody changes any more. None: it computed nothing, and is forgotten.
-        `tail`: its last block, if that is not full and can be found. Returns the names of tails that are not found any more."""
+    def ended(self) -> Iterator[Seen]:
+        """The latest sequences that have ended, oldest first."""
+        return map(self._trails.__getitem__, self._ended)
+
+    def close(
+        self,
+        number: int,
+        token_ids: array[int] | None,
+        tail: Tail | None,
+        num_prompt_tokens: int | None = None,
+        now: float = 0.0,
+    ) -> Sequence[BlockHash]:
+        """A sequence has ended at `now` with these tokens, which nobody changes any more. None: it computed nothing, and is
+        forgotten. `tail`: its last block, if that is not full and can be found. Returns the names of tails that are not found any
+        more."""
         if token_ids is None:
             self._forget(number)
-            return []
+            return ()
         lost: list[BlockHash | None] = []
         trail = self._trails[number]
-        self._trails[number] = _Trail(trail.root, trail.hashes, token_ids, (), tail)
+        self._trails[number] = Seen(trail.root, trail.hashes, token_ids, (), tail, num_prompt_tokens, now)
         if tail is not None:
             if (earlier := self._tails.get(tail.parent)) is not None:
                 lost.append(self._lose_tail(earlier))
@@ -114,17 +108,18 @@ class Trails:
         self._num_ended_tokens += len(token_ids)
         while len(self._ended) > MAX_PROMPTS or (self._num_ended_tokens > self._max_tokens and len(self._ended) > 1):
             forgotten = self._ended.popleft()
-            lost.append(self._lose_tail(forgotten))
+            if self._trails[forgotten].tail is not None:
+                lost.append(self._lose_tail(forgotten))
             self._num_ended_tokens -= len(self._forget(forgotten).prompt)
-        return [name for name in lost if name is not None and (tail is None or name != tail.name)]
+        return [name for name in lost if name is not None and (tail is None or name != tail.name)] if lost else ()
 
     def brought(
         self, root: BlockHash, hashes: list[BlockHash], token_ids: array[int], last: int | None, tail: Tail | None
-    ) -> list[BlockHash]:
+    ) -> Sequence[BlockHash]:
         """These tokens came from a tier: whole blocks called `hashes`, and behind them a `tail`, if it has one. `last` is
         the block, of the first group, before the last one of both. Returns as `close` does."""
         self._number = number = self._number % 0xFFFFFFFF + 1
-        self._trails[number] = _Trail(root, hashes, token_ids, ())
+        self._trails[number] = Seen(root, hashes, token_ids, ())
         if last is None:
             self._beginning[root] = number
         else:
@@ -139,7 +134,7 @@ class Trails:
         self._trails[number] = trail._replace(tail=None)
         return trail.tail.name
 
-    def _forget(self, number: int) -> _Trail:
+    def _forget(self, number: int) -> Seen:
         trail = self._trails.pop(number)
         if self._beginning.get(trail.root) == number:
             del self._beginning[trail.root]
