@@ -15,7 +15,7 @@ from kvist.sched.output import ScheduledRequest
 
 
 def scheduled(name: str, token_ids: list[int], start: int, *tables: list[int]) -> ScheduledRequest:
-    return ScheduledRequest(name, token_ids, start, tuple(array("i", table) for table in tables), samples=True)
+    return ScheduledRequest(name, token_ids, start, tuple(array("I", table) for table in tables), samples=True)
 
 
 def build_batch(items: list[ScheduledRequest], block_size: int, num_groups: int) -> ForwardBatch:
@@ -119,14 +119,14 @@ def test_steps_that_go_on_are_as_built_alone(steps: list[str], seed: int):
     blocks: dict[str, tuple[array[int], array[int]]] = {}
     for number, step in enumerate(["join", *steps]):
         if step == "join":
-            lengths[f"r{number}"], blocks[f"r{number}"] = rng.randrange(260), (array("i"), array("i"))
+            lengths[f"r{number}"], blocks[f"r{number}"] = rng.randrange(260), (array("I"), array("I"))
         elif step == "leave" and len(lengths) > 1:
             del lengths[rng.choice(list(lengths))]
         elif step == "longer":
             lengths[rng.choice(list(lengths))] += rng.randrange(200)
         elif step == "copy":
             for table in blocks[rng.choice(list(lengths))]:
-                table[-1:] = array("i", [rng.randrange(99)])
+                table[-1:] = array("I", [rng.randrange(99)])
         items = []
         for place, (name, start) in enumerate(lengths.items()):
             rows = 5 if step == "chunk" and place == 0 else 1

@@ -33,6 +33,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.found: dict[tuple[int, int], int] = {}
         """The naive index: (group, fingerprint of the block's last token) -> block id."""
         self.passed: dict[int, Request] = {}
+        self.unentered: dict[str, tuple[int, int]] = {}
+        """Blocks from one to another that running requests have computed."""
         """By the fingerprint of a block that can be found (or, for beginnings, of nothing): who computed it, or the next, last."""
         self.tails: dict[int, tuple[int, list[int]]] = {}
         """By the fingerprint of the block before (or of nothing): name and tokens of the last block of who ended there."""
@@ -61,6 +63,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.start(self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting)))))
 
     def start(self, request: Request) -> None:
+        self.enter()
         marks = self.marks(request)
         lengths = range((request.num_tokens - 1) // SIZE + 1)
         best = max(
@@ -114,6 +117,7 @@ class ManagerMachine(RuleBasedStateMachine):
         except ContextLengthError:
             return
         before, free = self.held(source), self.manager.num_free_blocks
+        self.enter()
         self.manager.fork(source, request)
         request.num_computed_tokens = source.num_computed_tokens
         self.running[request.request_id] = request
@@ -154,13 +158,23 @@ class ManagerMachine(RuleBasedStateMachine):
         blocks = {block for block, _ in written}
         assert not any(blocks & self.held(other) for other in self.running.values() if other is not request), "another's block"
         request.num_computed_tokens += rows
-        self.note(request, start // SIZE, request.num_computed_tokens // SIZE)
         self.manager.complete_plan()
         self.manager.commit(request)
+        if request.num_computed_tokens // SIZE > start // SIZE:
+            first, _ = self.unentered.get(request.request_id, (start // SIZE, 0))
+            self.unentered[request.request_id] = first, request.num_computed_tokens // SIZE
+        if any(window is not None for window in self.windows):
+            self.enter()
         self.manager.trim(request)
         self.fresh.discard(request.request_id)
         for table, window in zip(tables, self.windows, strict=True):
             assert not any(table[: first_block(request.num_computed_tokens, window, SIZE)])
+
+    def enter(self) -> None:
+        """What has been computed can be found from now on: as soon as anybody asks."""
+        for request_id, (start, stop) in self.unentered.items():
+            self.note(self.running[request_id], start, stop)
+        self.unentered = {}
 
     def note(self, request: Request, start: int, stop: int) -> None:
         """These blocks have been computed."""
@@ -168,8 +182,6 @@ class ManagerMachine(RuleBasedStateMachine):
         for group, table in enumerate(self.manager.block_tables(request)):
             for block in range(start, stop):
                 self.found.setdefault((group, marks[block]), table[block])
-        if start == stop:
-            return
         before = marks[start - 1] if start else hash(request.cache_salt)
         self.passed[before] = request
         if before in self.tails:
@@ -178,13 +190,14 @@ class ManagerMachine(RuleBasedStateMachine):
                 del self.tails[before]
                 self.drop(name)
         for block in range(start, stop):
-            if self.found[0, marks[block]] == self.manager.block_tables(request)[0][block]:
+            if block < stop - 1 or self.found[0, marks[block]] == self.manager.block_tables(request)[0][block]:
                 self.passed[marks[block]] = request
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), rows=st.integers(0, 8))
     def preempt(self, data: st.DataObject, rows: int) -> None:
         """Maybe after it got room in the same step."""
+        self.enter()
         request = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
         before = self.held(request)
         rows = min(rows, request.num_tokens - request.num_computed_tokens)
@@ -201,6 +214,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
+        self.enter()
         request_id = data.draw(st.sampled_from(sorted({**self.running, **self.waiting})))
         running = self.running.pop(request_id, None)
         request = running or self.waiting.pop(request_id)

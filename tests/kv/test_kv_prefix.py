@@ -29,7 +29,7 @@ def test_a_full_group_needs_every_block() -> None:
     index = filled((None,), [{0, 1, 2, 4}])
     match = index.match(HASHES, 6)
     assert match.num_tokens == 12
-    assert match.block_ids == (array("i", [0, 1, 2]),)
+    assert match.block_ids == (array("I", [0, 1, 2]),)
     assert match.first_blocks == (0,)
     assert index.match(HASHES, 2).num_tokens == 8
     assert index.match(HASHES, 0).num_tokens == 0
@@ -40,7 +40,7 @@ def test_a_windowed_group_needs_only_its_last_window() -> None:
     index = filled((8,), [{3, 4}])
     match = index.match(HASHES, 5)
     assert match.num_tokens == 20
-    assert match.block_ids == (array("i", [0, 0, 0, 3, 4]),)
+    assert match.block_ids == (array("I", [0, 0, 0, 3, 4]),)
     assert match.first_blocks == (3,)
     # A window of 9 reads 12 .. 20 and still two blocks; one of 10 reads 11 .. 20, and so a third.
     assert filled((9,), [{3, 4}]).match(HASHES, 5).num_tokens == 20
@@ -53,7 +53,7 @@ def test_a_hit_is_valid_in_every_group() -> None:
     index = filled((None, 8), [{0, 1, 2, 3, 4}, {1, 2, 4}])
     match = index.match(HASHES, 6)
     assert match.num_tokens == 12
-    assert match.block_ids == (array("i", [0, 1, 2]), array("i", [0, 13, 14]))
+    assert match.block_ids == (array("I", [0, 1, 2]), array("i", [0, 13, 14]))
     assert match.first_blocks == (0, 1)
 
 

@@ -25,6 +25,7 @@ class RetentionMachine(ManagerMachine):
         self.spec = make_spec(*self.windows, block_size=SIZE)
         self.manager = KVManager(self.spec, self.num_blocks, watermark=0.0, eviction_policy=self.policy, pin_budget=BUDGET)
         self.arena = Arena(self.spec, self.num_blocks)
+        self.retention = self.manager.keeper.retention
         self.now = 0.0
         self.entered: set[str] = set()
         self.pins: list[tuple[str, float, set[tuple[int, int]]]] = []
@@ -60,6 +61,7 @@ class RetentionMachine(ManagerMachine):
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
+        self.enter()
         salt, _, names = data.draw(st.sampled_from(self.pins))
         root, _ = self.manager.hashes_of((), salt)
         self.manager.keeper.withdraw(root, [self.found[name] for name in sorted(names)])
@@ -67,6 +69,7 @@ class RetentionMachine(ManagerMachine):
 
     @rule(salt=st.sampled_from([None, "", "x"]))
     def flush(self, salt: str | None) -> None:
+        self.enter()
         keeper = self.manager.keeper
         free = set(keeper.pool.free_cached())
         root = None if salt is None else self.manager.hashes_of((), salt)[0]
@@ -77,18 +80,19 @@ class RetentionMachine(ManagerMachine):
     @invariant()
     def same(self) -> None:
         for request in self.running.values():
-            kept = request.kv is not None and request.kv.pin and request.request_id not in self.entered
+            kept = request.kv is not None and request.request_id not in self.entered
             if kept and request.num_computed_tokens >= request.num_prompt_tokens:
                 assert request.kv is not None
+                self.enter()
                 self.entered.add(request.request_id)
                 marks = self.marks(request)[: request.num_prompt_tokens // SIZE]
                 names = {(group, mark) for group in range(len(self.windows)) for mark in marks if (group, mark) in self.found}
                 deadline = float("inf") if request.kv.ttl is None else self.now + request.kv.ttl
-                if names:
+                if names and request.kv.pin:
                     self.pins.append((request.cache_salt, deadline, names))
         self.manager.check_invariants()
         pinned = {self.found[name] for _, _, names in self.pins for name in names}
-        assert pinned == set(self.manager.keeper.retention.pinned_blocks())
+        assert pinned == set(self.retention.pinned_blocks())
         assert len(pinned) == self.manager.num_pinned_blocks <= self.manager.pins.num_taken <= int(BUDGET * self.num_blocks)
         live = pinned.union(*(self.held(request) for request in self.running.values()))
         usage = self.manager.usage()

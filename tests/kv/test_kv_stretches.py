@@ -63,10 +63,10 @@ def test_a_block_from_the_middle_cuts_a_stretch_in_two_and_comes_back() -> None:
     index.check_invariants()
 
 
-def test_ends_are_taken_out_in_one_piece_and_others_one_by_one() -> None:
+def test_ends_are_taken_out_in_one_piece_and_so_is_what_follows_each_other() -> None:
     index = filled(*range(10))
     assert index.remove([9, 8, 7]) == [(ROOT, b"".join(LONG[7:10]), [7, 8, 9])]
-    assert index.remove([0, 6, 5]) == [(ROOT, LONG[0], [0]), (ROOT, LONG[6], [6]), (ROOT, LONG[5], [5])]
+    assert index.remove([0, 6, 5]) == [(ROOT, LONG[5] + LONG[6], [5, 6]), (ROOT, LONG[0], [0])]
     assert index.every(0, LONG[:8]) == [None, 1, 2, 3, 4, None, None, None]
     index.check_invariants()
     with pytest.raises(AssertionError, match="not indexed"):
@@ -93,9 +93,10 @@ def test_names_are_told_from_tokens_as_far_as_these_are_known() -> None:
     assert index.recall(ROOT, array("I", [*[0] * 100, 1, 0, 0]).tobytes()) == LONG[:100]
     assert index.recall(LONG[0], tokens) == [], "another root"
     assert index.recall(ROOT, b"") == []
-    other = prefix(*[0] * 100, 1, 1, 1, 1, 1)
+    ones = [*[0] * 100, *[1] * MIN_RECALLED]
+    other = prefix(*ones)
     index.remove([*range(199, 149, -1)])
-    assert index.insert(0, ROOT, other, 100, [*range(190, 195)], array("I", [*[0] * 100, 1, 1, 1, 1, 1])) == [(100, 105)]
+    assert index.insert(0, ROOT, other, 100, [*range(190, 190 + MIN_RECALLED)], array("I", ones)) == [(100, len(ones))]
     assert index.recall(ROOT, array("I", [*[0] * 100, 1, 1, 1, 0]).tobytes()) == other[:103], "behind the middle of another"
     assert index.recall(ROOT, tokens) == LONG[:150]
     index.remove([*range(149, 66, -1)])

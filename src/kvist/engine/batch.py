@@ -79,7 +79,7 @@ class BatchBuilder:
         memory = self._memory
         if memory is None or memory.shape != shape:
             memory = self._memory = _Memory(shape, self._num_groups)
-        memory.together[:] = array("i", token_ids + positions + query_start_loc + seq_lens + logit_rows)
+        memory.together[:] = array("I", token_ids + positions + query_start_loc + seq_lens + logit_rows)
         for group, (table, slots) in enumerate(memory.groups):
             rows: list[int] = []
             for index, item in enumerate(scheduled):
@@ -99,9 +99,9 @@ class _Memory:
         self.num_single = sequences if rows == sequences == wanted else 0
         """Requests, if each has one row, and logits of it."""
         # Single numbers are written at half the cost through a view.
-        self.together = memoryview(array("i", bytes(4 * (2 * rows + 2 * sequences + 1 + wanted))))
+        self.together = memoryview(array("I", bytes(4 * (2 * rows + 2 * sequences + 1 + wanted))))
         self.groups = [
-            (array("i", bytes(4 * sequences * width)), memoryview(array("q", bytes(8 * rows)))) for _ in range(num_groups)
+            (array("I", bytes(4 * sequences * width)), memoryview(array("q", bytes(8 * rows)))) for _ in range(num_groups)
         ]
         all_of_it = np.frombuffer(self.together, np.int32)
         ends = np.cumsum([rows, rows, sequences + 1, sequences])

@@ -88,8 +88,9 @@ def hasher_of(root: BlockHash) -> Hasher:
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    words = array("I", token_ids)
+    words = token_ids if isinstance(token_ids, array) else array("I", token_ids)
     if sys.byteorder == "big":
+        words = words[:]
         words.byteswap()
     return words.tobytes()
 

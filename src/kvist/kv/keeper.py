@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvist.kv.block import BlockHash, PackedNames, Tail
@@ -103,9 +105,9 @@ class Keeper:
 
     def advance(self, now: float) -> None:
         self.now = now
-        changes, free_of_claims = self.retention.expire(now)
-        if changes is NO_CHANGES:
+        if self.retention.next_deadline > now:
             return
+        changes, free_of_claims = self.retention.expire(now)
         self._lapsed.update(free_of_claims)
         self._tell("expired", free_of_claims)
         self._carry_out(changes)
@@ -184,7 +186,11 @@ class Keeper:
                 self._ghosts.put(piece.names, self.policy.leave(piece.block_ids), now)
             else:
                 self._ghosts.put_some(piece.names, now)
-            self.events.add_packed(now, "removed", reason, piece.root, piece.names)
+        if len(removed) == 1:
+            self.events.add_packed(now, "removed", reason, removed[0].root, removed[0].names)
+        else:
+            for root, pieces in groupby(removed, attrgetter("root")):
+                self.events.add_packed(now, "removed", reason, root, b"".join([piece.names for piece in pieces]))
         if self.retention.by_block:
             for block_id in block_ids:
                 if self.retention.claims(block_id):

@@ -22,18 +22,18 @@ class Lookup:
 
     def match(self, request: Request, record: Record) -> PrefixMatch:
         """The longest cached prefix of a request that leaves at least its last token to compute."""
-        record.recall(request, (request.num_tokens - 1) // self._block_size, self._index)
-        return self.find(record.root, record.hashes, request.num_tokens, request.token_ids)
+        num_tokens = request.num_tokens
+        record.recall(request, (num_tokens - 1) // self._block_size, self._index)
+        return self.find(record.root, record.hashes, num_tokens, request.token_ids)
 
     def find(
         self, root: BlockHash, hashes: Sequence[BlockHash], num_tokens: int, token_ids: Callable[[int, int], list[int]]
     ) -> PrefixMatch:
         """The same of any tokens, `token_ids(start, stop)` being some of them, and `hashes` the names of their whole blocks."""
         match = self._index.match(hashes, (num_tokens - 1) // self._block_size)
-        if self._trails is None:
+        if self._trails is None or match.num_tokens == num_tokens - 1:
             return match
-        rest = token_ids(match.num_tokens, self._rest_end(match, num_tokens))
-        return self._trails.extend(match, root, hashes, rest)
+        return self._trails.extend(match, root, hashes, token_ids(match.num_tokens, self._rest_end(match, num_tokens)))
 
     def find_all(self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: list[int]) -> PrefixMatch:
         """What a prompt finds."""

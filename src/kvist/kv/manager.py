@@ -3,11 +3,11 @@
 A request's way: `add`, then (`match`, `attach`, `allocate`) at admission, `allocate` before each later step, `commit` and `trim`
 after it; `release` when it is preempted, `free` when it ends. The manager decides on integers only: it knows no arrays of keys and
 values, no step, no budget, no clock. Queries (`match`, `is_being_computed`, `fit`, `blocks_to_admit`, `usage`) change nothing but
-the memo of hashes. Invariants, besides those of pool and index:
+the memo of hashes, and enter what waits to be entered. Invariants, besides those of pool and index:
 
 * all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
 * a block's reference count is the number of tables that name it and of plans that fill or copy it, and one more if it is pinned;
-* a block enters the index in `commit`, after its keys and values were computed: a hit never reads what is still being written;
+* a block enters the index after `commit`, when its keys and values were computed: a hit never reads what is still being written;
 * a request writes only at `num_computed_tokens` and after, and only to blocks that nobody else holds and the index does not name:
   `allocate` plans a copy of any other (`kv/copies.py`).
 """
@@ -22,6 +22,7 @@ from functools import lru_cache, partial
 from kvist.errors import InvalidRequestError
 from kvist.kv.allocators import Allocator, PagedAllocator, blocks_to_admit, tails_first
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
+from kvist.kv.commits import Commits
 from kvist.kv.copies import Copies
 from kvist.kv.explain import Elsewhere, Explainer
 from kvist.kv.keeper import Keeper
@@ -81,24 +82,34 @@ class KVManager:
         """Of a salt."""
         self._windows = tuple(group.window for group in spec.groups)
         self._has_windows = any(window is not None for window in self._windows)
-        self.index = PrefixIndex(num_blocks, self._windows, spec.block_size)
-        self._trails = Trails(num_blocks, spec.block_size, self.index)
+        self._index = PrefixIndex(num_blocks, self._windows, spec.block_size)
+        self._trails = Trails(num_blocks, spec.block_size, self._index)
         pins = int(pin_budget * num_blocks)
-        self.keeper = Keeper(num_blocks, self.index, self._trails.ended, eviction_policy, pins, priority_budget)
-        self._pool = self.keeper.pool
-        self._lookup = Lookup(self.index, self._trails if spec.copies_beginnings else None, spec.block_size)
+        self._keeper = Keeper(num_blocks, self._index, self._trails.ended, eviction_policy, pins, priority_budget)
+        self._pool = self._keeper.pool
+        self._lookup = Lookup(self._index, self._trails if spec.copies_beginnings else None, spec.block_size)
         self._keeps_tails = enable_prefix_caching and spec.copies_beginnings
         self._copies = Copies(self._pool, spec.block_size)
-        self.pins = Pins(spec, num_blocks, self.keeper.retention, self.index)
+        self.pins = Pins(spec, num_blocks, self._keeper.retention, self._index)
         self._allocator: Allocator = PagedAllocator(self._pool)
         self.tier = TierDecider(spec) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
-        self._restores = None if self.tier is None else Restores(self.tier, self.keeper, self.index, self._trails)
-        recall = partial(self.keeper.explain, block_size=spec.block_size)
+        self._restores = None if self.tier is None else Restores(self.tier, self._keeper, self._index, self._trails)
+        self._commits = Commits(self._index, self._keeper, self._trails, self._restores)
+        recall = partial(self._keeper.explain, block_size=spec.block_size)
         elsewhere = None if self.tier is None else Elsewhere(spec, keys or {}, self.tier)
         self._explainer = Explainer(self, self._lookup, recall, elsewhere)
 
-    # Queries
+    @property
+    def index(self) -> PrefixIndex:
+        """What can be found now."""
+        self._commits.enter()
+        return self._index
+
+    @property
+    def keeper(self) -> Keeper:
+        self._commits.enter()
+        return self._keeper
 
     @property
     def num_free_blocks(self) -> int:
@@ -106,7 +117,7 @@ class KVManager:
 
     @property
     def num_pinned_blocks(self) -> int:
-        return self.keeper.retention.num_pinned
+        return self._keeper.retention.num_pinned
 
     @property
     def num_pledged_blocks(self) -> int:
@@ -116,6 +127,7 @@ class KVManager:
         """The longest cached prefix of a request that holds no blocks. At least its last token is left to compute."""
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return self.no_match()
+        self._commits.enter()
         return self._lookup.match(request, self._records[request.request_id])
 
     def restorable(self, request: Request, match: PrefixMatch) -> Restore | None:
@@ -127,6 +139,7 @@ class KVManager:
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return False
+        self._commits.enter()
         return self._lookup.is_being_computed(request, match, running, self._records)
 
     def explain_miss(self, request: Request, match: PrefixMatch) -> PrefixMiss:
@@ -157,6 +170,7 @@ class KVManager:
         return (root := self._root(salt)), prompt_hashes(root, token_ids, self._block_size)
 
     def find(self, token_ids: list[int], salt: str) -> PrefixMatch:
+        self._commits.enter()
         root, hashes = self.hashes_of(token_ids, salt)
         return self._lookup.find_all(root, hashes, token_ids)
 
@@ -186,8 +200,6 @@ class KVManager:
         held = [(record.tables, record.let_go, computed) for record, computed in records]
         return account_blocks(self.spec, num_live=self.usage().live, num_touched=self._pool.num_touched, held=held)
 
-    # Changes
-
     def take_plan(self) -> MemoryPlan:
         """Paged blocks stay committed."""
         return self._copies.take()
@@ -197,7 +209,7 @@ class KVManager:
 
     def advance(self, now: float) -> None:
         """It is `now`, in seconds that never go back; called before each step. Claims whose time is up end."""
-        self.keeper.advance(now)
+        self._keeper.advance(now)
 
     def add(self, request: Request) -> None:
         """Open the record of a request that waits; it holds no blocks yet. Raises InvalidRequestError or ContextLengthError where
@@ -231,6 +243,7 @@ class KVManager:
 
     def fork(self, source: Request, request: Request) -> None:
         """Hold what `source` does. The block that is not full stays shared until one of them writes to it."""
+        self._commits.enter()
         theirs, record = self._records[source.request_id], self._records[request.request_id]
         assert not record.tables[0], f"request {request.request_id} holds blocks already"
         for table, other, first in zip(record.tables, theirs.tables, theirs.let_go, strict=True):
@@ -259,29 +272,11 @@ class KVManager:
         record = self._records[request.request_id]
         full = request.num_computed_tokens // self._block_size
         if full != record.num_committed and self.enable_prefix_caching:
-            self._commit(request, record, full)
+            self._commits.add(request, record, full)
         if request.kv and not record.retained and request.num_computed_tokens >= request.num_prompt_tokens:
             record.retained = True
             self.pins.settle(request.request_id)
-            self.keeper.claim(record.root, self.cached(record.hashes[: request.num_prompt_tokens // self._block_size]), request.kv)
-
-    def _commit(self, request: Request, record: _Record, full: int) -> None:
-        """A second block of a content stays unnamed: the first may be shared already, and pointing a request's table to it would
-        change a table that is lent out. It is reused first when it is let go."""
-        if len(record.hashes) < full:
-            record.hash_up_to(request, full, self._block_size)
-        root, start = record.root, record.num_committed
-        assert max(record.let_go) <= start, "blocks were trimmed before they were committed"
-        for group, table in enumerate(record.tables):
-            block_ids = table[start:full].tolist()
-            named, names = self.index.insert(group, root, record.hashes, start, block_ids, record.tokens)
-            self.keeper.enter(root, names, named)
-        superseded = self._trails.passed(record.trail, start, record.tables[0][start:full], record.tables[0][start - 1])
-        record.num_committed = full
-        if self._restores is not None:
-            self._restores.offer(record, [start] * self._num_groups)
-        if superseded is not None:
-            self.keeper.forget_tail(superseded)
+            self._keeper.claim(record.root, self.cached(record.hashes[: request.num_prompt_tokens // self._block_size]), request.kv)
 
     def prepare_restore(self, request: Request, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
         """Hold blocks for what a tier will bring, and none of the hit `match`; None, and nothing changed, when too few are free."""
@@ -295,6 +290,7 @@ class KVManager:
 
     def swap_out(self, request: Request) -> bool:
         """Before `release`: offer the tier what it lacks of a request. Whether it can come back from there sooner than computed."""
+        self._commits.enter()
         record = self._records[request.request_id]
         return self._restores is not None and self._restores.swap(record, record.let_go)
 
@@ -302,6 +298,7 @@ class KVManager:
         """Let go of blocks that lie wholly before the window of the next row, at position `num_computed_tokens`."""
         if not self._has_windows:
             return
+        self._commits.enter()
         record = self._records[request.request_id]
         position, size = request.num_computed_tokens, self._block_size
         ends = [
@@ -317,6 +314,7 @@ class KVManager:
 
     def rewind(self, request: Request) -> None:
         """The request will be computed from position 0 again: in blocks it holds, or, if a window has let some go, in new ones."""
+        self._commits.enter()
         record = self._records[request.request_id]
         assert record.num_committed == 0, "blocks in the index are never written again"
         if any(record.let_go):
@@ -324,6 +322,7 @@ class KVManager:
 
     def release(self, request: Request) -> int:
         """Take all blocks back from a request that goes on later. Returns how many became free."""
+        self._commits.enter()
         record = self._records[request.request_id]
         freed = self._let_go(record)
         # New tables, not cleared ones: the step that is under way may still read the old ones.
@@ -333,34 +332,33 @@ class KVManager:
         return freed
 
     def free(self, request: Request, *, in_step: bool = False) -> int:
+        self._commits.enter()
         record = self._records.pop(request.request_id)
         tail = None if in_step or not self._keeps_tails else record.tail(request, self._block_size)
-        if tail and not self.keeper.enter_tail(record.root, tail, [table[tail.block] for table in record.tables]):
+        if tail and not self._keeper.enter_tail(record.root, tail, [table[tail.block] for table in record.tables]):
             tail = None
         if tail and self._restores is not None:
             self._restores.offer_tail(record, tail, request)
         freed = self._let_go(record)
         self.pins.forget(request.request_id)
         tokens = record.all_tokens(request) if request.num_computed_tokens else None
-        for name in self._trails.close(record.trail, tokens, tail, request.num_prompt_tokens, self.keeper.now):
-            self.keeper.forget_tail(name)
+        for name in self._trails.close(record.trail, tokens, tail, request.num_prompt_tokens, self._keeper.now):
+            self._keeper.forget_tail(name)
         return freed
-
-    # Helpers
 
     def _found(self, request: Request, record: _Record, num_blocks: int) -> None:
         record.num_committed = num_blocks
         if num_blocks and not request.num_preemptions:
-            self.index.note(record.hashes, num_blocks, 1, self.keeper.now)
+            self._index.note(record.hashes, num_blocks, 1, self._keeper.now)
 
     def _let_go(self, record: _Record) -> int:
         """Of all blocks of a request. Returns how many became free."""
         if record.num_committed:
-            self.index.note(record.hashes, record.num_committed, 0, self.keeper.now)
-        freed = 0
+            self._index.note(record.hashes, record.num_committed, 0, self._keeper.now)
+        freed, tables = 0, record.tables
         if self._copies.are_planned:
-            freed = self._copies.withdraw([table[first:] for table, first in zip(record.tables, record.let_go, strict=True)])
-        return freed + self._give_back(record, [len(record.tables[0])] * self._num_groups)
+            freed = self._copies.withdraw([table[first:] for table, first in zip(tables, record.let_go, strict=True)])
+        return freed + self._give_back(record, [len(tables[0])] * len(tables))
 
     def _give_back(self, record: _Record, ends: Sequence[int]) -> int:
         """Let go of the entries [let_go[g], ends[g]) of each group g, last block first and the groups side by side: what is reused
@@ -370,15 +368,15 @@ class KVManager:
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
         self._pool.check_invariants()
-        self.index.check_invariants()
+        self._index.check_invariants()
         counts = array("i", bytes(4 * self.num_blocks))
         if self.tier is not None:
             self.tier.check_invariants()
             for block_id in self.tier.pinned():
                 counts[block_id] += 1
-        self.keeper.check_invariants()
+        self._keeper.check_invariants()
         self._trails.check_invariants()
-        for block_id in [*self.keeper.retention.pinned_blocks(), *self._copies.sources()]:
+        for block_id in [*self._keeper.retention.pinned_blocks(), *self._copies.sources()]:
             counts[block_id] += 1
         for record in self._records.values():
             for table, let_go in zip(record.tables, record.let_go, strict=True):
@@ -391,7 +389,7 @@ class KVManager:
             record.check_invariants(self._block_size)
         for block_id, count in enumerate(counts):
             assert self._pool.ref_count(block_id) == count
-            assert self._pool.is_cached(block_id) == self.index.is_indexed(block_id)
+            assert self._pool.is_cached(block_id) == self._index.is_indexed(block_id)
 
     @property
     def request_ids(self) -> frozenset[str]:

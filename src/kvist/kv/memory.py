@@ -119,10 +119,12 @@ class KVMemory(Protocol):
     num_blocks: int
     """Blocks that have physical memory at once."""
     enable_prefix_caching: bool
-    index: PrefixIndex
-    """What can be found; empty without prefix caching."""
     shares_in_place: bool
     """Whether several requests can hold one block, so that one can fork off another."""
+
+    @property
+    def index(self) -> PrefixIndex:
+        """What can be found now; empty without prefix caching."""
 
     @property
     def num_free_blocks(self) -> int: ...

@@ -36,7 +36,8 @@ class Record:
         if not self.hashes and num_blocks:
             self._take_tokens(request, num_blocks * index.block_size)
             self.hashes += index.recall(self.root, self.tokens, num_blocks)
-        self.hash_up_to(request, num_blocks, index.block_size)
+        if num_blocks > len(self.hashes):
+            self.hash_up_to(request, num_blocks, index.block_size)
 
     def hash_up_to(self, request: Request, num_blocks: int, block_size: int) -> None:
         """Know the names of the first `num_blocks` blocks at least."""
@@ -48,10 +49,11 @@ class Record:
             self.num_hashed = num_blocks
 
     def _take_tokens(self, request: Request, stop: int) -> None:
-        if not self.tokens:
-            self.tokens = array("I", request.prompt_token_ids)
         if len(self.tokens) < stop:
-            self.tokens.extend(array("I", request.token_ids(len(self.tokens), stop)))
+            if not self.tokens:
+                self.tokens = array("I", request.prompt_token_ids)
+            if len(self.tokens) < stop:
+                self.tokens.extend(array("I", request.token_ids(len(self.tokens), stop)))
 
     def _hasher_at(self, block: int, block_size: int) -> Hasher:
         """`hasher`, when it has taken in all before a block: not less than before."""
@@ -93,4 +95,4 @@ def no_match(num_groups: int) -> PrefixMatch:
 
 
 def empty_tables(num_groups: int) -> tuple[array[int], ...]:
-    return (array("i"),) if num_groups == 1 else tuple(array("i") for _ in range(num_groups))
+    return (array("I"),) if num_groups == 1 else tuple(array("I") for _ in range(num_groups))

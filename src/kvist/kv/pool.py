@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from kvist.kv.columns import all_are, gather
 from kvist.kv.eviction import EvictionPolicy, Lru
 
-FREE_CACHED = 1
-HELD_CACHED = 3
-"""States of a block: nobody holds it, one does, and its content can be found."""
+FREE_CACHED, HELD, HELD_CACHED = 1, 2, 3
+"""States of a block: nobody holds it, and its content can be found; one does, and its content cannot be found, or can."""
 
 
 class RefCounts:
@@ -83,7 +82,7 @@ class BlockPool:
             self._on_evict(evicted)
             taken += evicted
         for block_id in taken:
-            states[block_id] = 2
+            states[block_id] = HELD
         return taken
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -133,10 +132,14 @@ class BlockPool:
     def mark_cached(self, block_ids: Sequence[int]) -> None:
         """The content of these held blocks can be found from now on."""
         states = self._states
-        for block_id in block_ids:
-            state = states[block_id]
-            assert state > 1, f"block {block_id} is held by nobody, so nobody computed it"
-            states[block_id] = state | 1
+        if block_ids and all_are(gather(states, block_ids), HELD):
+            for block_id in block_ids:
+                states[block_id] = HELD_CACHED
+        else:
+            for block_id in block_ids:
+                state = states[block_id]
+                assert state >= HELD, f"block {block_id} is held by nobody, so nobody computed it"
+                states[block_id] = state | 1
 
     def set_priority(self, block_id: int, priority: int) -> None:
         """Of a cached block, held or free."""

@@ -130,8 +130,7 @@ class PrefixIndex:
 
     def note(self, hashes: Sequence[BlockHash], num_blocks: int, finds: int, now: float) -> None:
         """A request has used a prefix of so many blocks, at least one, and found it so many times."""
-        if (place := self._stretches.find(0, hashes, num_blocks - 1)) is not None:
-            place[0].note(place[1], finds, now)
+        self._stretches.note(0, hashes, num_blocks - 1, finds, now)
 
     def uses(self) -> UseListing:
         """What is noted of the first group: a copy of the notes."""
@@ -181,7 +180,7 @@ class PrefixIndex:
         firsts = tuple(first_block(position, window, self.block_size) for window in self._windows)
         ids = []
         for table, first in zip(tables, firsts, strict=True):
-            entries = array("i", bytes(4 * first))
+            entries = array("I", bytes(4 * first))
             entries.extend(map(table.__getitem__, hashes[first:length]))
             ids.append(entries)
         return PrefixMatch(position, tuple(ids), firsts)

@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 
 from kvist.kv.block import BlockHash
 from kvist.kv.rings import ORDINARY_PRIORITY
@@ -158,10 +159,12 @@ class Retention:
             ended += [claim for claim in self.by_block.get(block_id, ()) if claim.owner == owner and claim not in ended]
         return self._end(ended)
 
+    @property
+    def next_deadline(self) -> float:
+        return self._deadlines[0][0] if self._deadlines else inf
+
     def expire(self, now: float) -> tuple[Changes, list[int]]:
         """End the claims whose time is up; also the blocks that have none left."""
-        if not self._deadlines or self._deadlines[0][0] > now:
-            return NO_CHANGES, []
         ended = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, claim = heapq.heappop(self._deadlines)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from struct import unpack
 from typing import NamedTuple
 from zlib import crc32
@@ -29,7 +30,7 @@ from kvist.kv.block import HASH_BYTES, BlockHash, name_at
 from kvist.kv.uses import Notes, UseListing, noted, within
 
 MAX_STRETCH = 64
-MIN_RECALLED = 4
+MIN_RECALLED = 8
 
 
 class Stretch:
@@ -47,7 +48,7 @@ class Stretch:
         """What is noted of a block that was taken out belongs to the last one."""
         self.names = self.tokens = b""
         """One after the other."""
-        self.block_ids = array("i")
+        self.block_ids = array("I")
 
     def name(self, offset: int) -> BlockHash:
         return name_at(self.names, offset)
@@ -72,10 +73,6 @@ class Stretch:
             return most
         return bisect_left(range(most), True, key=lambda block: not self.tokens.startswith(tokens[: (block + 1) * block_bytes]))
 
-    def note(self, offset: int, finds: int, used_at: float) -> None:
-        """A request found the block there, `finds` times, or used it."""
-        self.notes = noted(self.notes, offset, finds, used_at)
-
     def pass_notes_on(self) -> None:
         """The stretch is about to go: its notes move to the block before it."""
         behind = self
@@ -84,8 +81,8 @@ class Stretch:
         if (target := behind.before) is not None:
             # What has been there may be gone, or be another's now; only the head stays the same for good.
             offset = behind.before_offset if target.holds(behind.before_offset, behind.parent) else 0
-            for note in self.notes:
-                target.note(offset, note.finds, note.used_at)
+            for _, finds, used_at in self.notes:
+                target.notes = noted(target.notes, offset, finds, used_at)
 
 
 class Removed(NamedTuple):
@@ -141,6 +138,12 @@ class Stretches:
                 return (stretch, block - first) if stretch.holds(block - first, hashes[block]) else None
         return None
 
+    def note(self, group: int, hashes: Sequence[BlockHash], block: int, finds: int, used_at: float) -> None:
+        """A request found, so many times, or used the block number `block` of a prefix, if that is here."""
+        if (place := self.find(group, hashes, block)) is not None:
+            stretch, offset = place
+            stretch.notes = noted(stretch.notes, offset, finds, used_at)
+
     def first(self, group: int, name: BlockHash) -> int | None:
         """The block of this name, if it is the first of a stretch."""
         stretch = self._heads[group].get(name)
@@ -148,7 +151,7 @@ class Stretches:
 
     def leading(self, group: int, hashes: Sequence[BlockHash], limit: int) -> array[int]:
         """The first blocks of a prefix, up to the first that is missing."""
-        heads, found, length = self._heads[group], array("i"), 0
+        heads, found, length = self._heads[group], array("I"), 0
         while length < limit and (stretch := heads.get(hashes[length])) is not None:
             count = stretch.reach(0, hashes, length, limit)
             found += stretch.block_ids[:count]
@@ -274,21 +277,21 @@ class Stretches:
 
     def _remove_any(self, block_ids: list[int]) -> list[Removed]:
         """Those of one stretch need not follow each other, and need not be its last."""
-        by_stretch: dict[Stretch | None, list[int]] = {}
+        by_stretch: dict[Stretch | None, set[int]] = {}
         for block_id in block_ids:
-            by_stretch.setdefault(self._of[block_id], []).append(block_id)
+            by_stretch.setdefault(self._of[block_id], set()).add(block_id)
         removed: list[Removed] = []
         for stretch, ids in by_stretch.items():
             assert stretch is not None, f"one of the blocks {block_ids} is not indexed"
-            ends = stretch.block_ids[-len(ids) :].tolist()
-            removed += [self._cut(stretch, ends)] if ends[::-1] == ids else map(self._cut_out, ids)
+            runs = [(gone, list(run)) for gone, run in groupby(stretch.block_ids.tolist(), ids.__contains__)]
+            end = len(stretch.block_ids)
+            # From the end inwards, so that a stretch is cut in two only where it goes on.
+            for gone, run in reversed(runs):
+                if gone:
+                    self._split(stretch, end)
+                    removed.append(self._cut(stretch, run))
+                end -= len(run)
         return removed
-
-    def _cut_out(self, block_id: int) -> Removed:
-        stretch = self._of[block_id]
-        assert stretch is not None, f"block {block_id} is taken out twice"
-        self._split(stretch, stretch.block_ids.index(block_id) + 1)
-        return self._cut(stretch, [block_id])
 
     def _cut(self, stretch: Stretch, ends: list[int]) -> Removed:
         """Take out a stretch's last blocks, which are these."""
@@ -317,8 +320,8 @@ class Stretches:
         if keep == len(stretch.block_ids):
             return
         behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1), stretch, keep - 1)
-        behind.notes = tuple(note._replace(offset=note.offset - keep) for note in stretch.notes if note.offset >= keep)
-        stretch.notes = tuple(note for note in stretch.notes if note.offset < keep)
+        behind.notes = tuple((offset - keep, finds, used_at) for offset, finds, used_at in stretch.notes if offset >= keep)
+        stretch.notes = tuple(note for note in stretch.notes if note[0] < keep)
         behind.names, behind.block_ids = stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
         behind.tokens = stretch.tokens[self._block_bytes * keep :]
         self._shorten(stretch, keep)
@@ -349,7 +352,7 @@ class Stretches:
                 count = len(stretch.block_ids)
                 assert 0 < count <= MAX_STRETCH
                 assert (len(stretch.names), stretch.group, stretch.name(0)) == (HASH_BYTES * count, group, head)
-                offsets = [note.offset for note in stretch.notes]
+                offsets = [note[0] for note in stretch.notes]
                 assert len(offsets) == len(set(offsets))
                 assert len(stretch.tokens) in (0, self._block_bytes * count)
                 assert all(self._of[block_id] is stretch for block_id in stretch.block_ids)

@@ -60,8 +60,8 @@ class Trails:
         return self._number
 
     def passed(self, number: int, start: int, block_ids: Sequence[int], last: int) -> BlockHash | None:
-        """A sequence has computed these blocks (of the first group), from its logical block `start` on, behind its block `last`.
-        Returns a tail that is not found any more."""
+        """A sequence has computed these blocks (of the first group; those that are found, where its own are the second ones of a
+        content), from its logical block `start` on, behind its block `last`. Returns a tail that is not found any more."""
         mark, trail = self._mark, self._trails[number]
         if not start:
             self._beginning[trail.root] = number

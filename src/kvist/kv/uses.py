@@ -10,17 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
-
-class Note(NamedTuple):
-    """Of the block at `offset`."""
-
-    offset: int
-    finds: int
-    used_at: float
-
-
+Note = tuple[int, int, float]
+"""Of a block: its offset in a stretch, how many finds ended there, and the last of these or another use."""
 Notes = tuple[Note, ...]
 """One an offset at most, of few."""
 
@@ -28,10 +20,10 @@ Notes = tuple[Note, ...]
 def noted(notes: Notes, offset: int, finds: int, used_at: float) -> Notes:
     """With so many finds more, of which the last, or another use, was at `used_at`."""
     for place, note in enumerate(notes):
-        if note.offset == offset:
-            new = Note(offset, finds + note.finds, max(used_at, note.used_at))
-            return (*notes[:place], new, *notes[place + 1 :])
-    return (*notes, Note(offset, finds, used_at))
+        if note[0] == offset:
+            new = (offset, finds + note[1], max(used_at, note[2]))
+            return (*notes[:place], new, *notes[place + 1 :]) if len(notes) > 1 else (new,)
+    return (*notes, (offset, finds, used_at))
 
 
 def within(notes: Notes, count: int) -> Notes:
