@@ -64,15 +64,14 @@ def measure(num_blocks: int) -> tuple[float, float]:
         pool.serve(prompt(item))
     reach, rounds = max(1, int(REACH * num_blocks / PROMPT_BLOCKS) - PROMPTS), []
     for turn in range(ROUNDS):
-        new = [prompt(number + item) for item in range(PROMPTS)]
-        again = [prompt(number - 1 - (turn * 7 + item * 7919) % reach) for item in range(PROMPTS)]
-        number += PROMPTS
         spent = [0.0, 0.0]
-        for pair in zip(new, again, strict=True):
-            for kind, tokens in enumerate(pair):
+        for item in range(PROMPTS):
+            for kind, which in enumerate((number + item, number - 1 - (turn * 7 + item * 7919) % reach)):
+                tokens = prompt(which)
                 started = time.process_time()
                 pool.serve(tokens)
                 spent[kind] += time.process_time() - started
+        number += PROMPTS
         rounds.append([1e6 * seconds / (PROMPTS * PROMPT_BLOCKS) for seconds in spent])
     new_cost, again_cost = (statistics.median(values) for values in zip(*rounds, strict=True))
     return new_cost, again_cost

@@ -3,8 +3,8 @@
 It fills a pool with prompts until blocks are evicted, then times prompts of which every second one is new, and so evicts others.
 The rest was served before: how long ago is spread evenly over most of what a pool of this size holds, so a large pool is not
 measured on the few blocks that the processor's caches hold. Prompts are of whole blocks and one token more, computed in chunks as
-by a server, one request at a time. No model runs, and requests are made before they are timed. Times are of the processor, not of
-the clock, so that other processes disturb less; figures are per block of the prompts.
+by a server, one request at a time. No model runs, and each request is made right before it is timed, as by a server that has just
+read it. Times are of the processor, not of the clock, so that other processes disturb less; figures are per block of the prompts.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class _Drive:
     def serve(self, request: Request) -> None:
         """One prompt through the manager."""
         manager, length = self.manager, request.num_prompt_tokens
-        self.now += 0.1
-        manager.advance(self.now)
+        self._begin_step()
         manager.add(request)
         match = manager.match(request)
         manager.attach(request, match)
@@ -79,9 +78,14 @@ class _Drive:
             assert granted, "a request that is alone gets its blocks"
             request.num_computed_tokens += rows
             manager.commit(request)
+            self._begin_step()
         manager.free(request)
         self.found += match.num_tokens // BLOCK_SIZE
         self.blocks += self.mix.prompt_blocks
+
+    def _begin_step(self) -> None:
+        self.now += 0.1
+        self.manager.advance(self.now)
 
     def fill(self) -> int:
         """Serve new prompts until blocks have been evicted; returns how many."""
@@ -94,24 +98,24 @@ class _Drive:
 def measure_manager(num_blocks: int, policy: str, *, mix: Mix = USUAL, rounds: int = 5, prompts: int | None = None) -> ManagerCost:
     """`prompts` a round, every second one new; without it as many as come to 12,800 blocks."""
     drive = _Drive(num_blocks, policy, mix)
-    prompts = prompts or max(2, 12_800 // mix.prompt_blocks)
+    prompts = prompts or 12_800 // mix.prompt_blocks
+    pairs = max(1, prompts // 2)
     number = drive.fill()
     reach = max(1, int(REACH * num_blocks / mix.prompt_blocks) - prompts)
     drive.found = drive.blocks = 0
     new, repeated = [], []
     for turn in range(rounds):
-        fresh = [drive.request(number + item) for item in range(prompts // 2)]
-        # A stride that shares no factor with anything likely, so that no prompt comes twice within a round.
-        again = [drive.request(number - 1 - (turn * 7 + item * 7919) % reach) for item in range(prompts // 2)]
-        number += len(fresh)
         spent = [0.0, 0.0]
-        for pair in zip(fresh, again, strict=True):
-            for kind, request in enumerate(pair):
+        for item in range(pairs):
+            # A stride that shares no factor with anything likely, so that no prompt comes twice within a round.
+            for kind, which in enumerate((number + item, number - 1 - (turn * 7 + item * 7919) % reach)):
+                request = drive.request(which)
                 started = time.process_time()
                 drive.serve(request)
                 spent[kind] += time.process_time() - started
-        new.append(1e6 * spent[0] / (len(fresh) * mix.prompt_blocks))
-        repeated.append(1e6 * spent[1] / (len(again) * mix.prompt_blocks))
+        number += pairs
+        new.append(1e6 * spent[0] / (pairs * mix.prompt_blocks))
+        repeated.append(1e6 * spent[1] / (pairs * mix.prompt_blocks))
     both = tuple((one + other) / 2 for one, other in zip(new, repeated, strict=True))
     return ManagerCost(policy, num_blocks, mix, both, tuple(new), tuple(repeated), drive.found / drive.blocks, None)
 
