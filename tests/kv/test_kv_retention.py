@@ -100,6 +100,20 @@ def test_a_pin_and_a_priority_lapse_with_their_time(policy: str) -> None:
     assert (drive.miss.reason, drive.miss.position) == ("expired", 0)
 
 
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+@pytest.mark.parametrize("rest", [0, 1])
+def test_a_claim_covers_every_whole_block_of_the_prompt(prompt_logprobs: int | None, rest: int) -> None:
+    """Also the one that ends with it, and those of a prompt for which nothing is looked up."""
+    manager = KVManager(make_spec(block_size=SIZE), 12, watermark=0.0)
+    request = make_request("a", [1] * (3 * SIZE + rest), prompt_logprobs=prompt_logprobs, kv=KVHints(priority=80))
+    manager.add(request)
+    manager.attach(request, manager.match(request))
+    assert manager.allocate(request, request.num_tokens)
+    request.num_computed_tokens = request.num_tokens
+    manager.commit(request)
+    assert manager.keeper.retention.raised_blocks() == [0, 1, 2]
+
+
 @EVERY_POLICY
 def test_lower_priorities_are_evicted_first(policy: str) -> None:
     drive = Drive(12, policy)

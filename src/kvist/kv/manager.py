@@ -275,6 +275,8 @@ class KVManager:
             self._commits.add(request, record, full)
         if request.kv and not record.retained and request.num_computed_tokens >= request.num_prompt_tokens:
             record.retained = True
+            # The names of the prompt's last blocks may not be known before.
+            self._commits.enter()
             self.pins.settle(request.request_id)
             self._keeper.claim(record.root, self.cached(record.hashes[: request.num_prompt_tokens // self._block_size]), request.kv)
 
