@@ -108,26 +108,36 @@ class BlockPool:
 
     def release(self, block_ids: Sequence[int]) -> int:
         """Hold each block once less; of the cached blocks, the first given is the first reused. Returns how many became free."""
-        states, empty = self._states, self._empty
-        if block_ids and all_are(gather(states, block_ids), HELD_CACHED):
-            let_go, num_empty = block_ids, 0
-            for block_id in block_ids:
+        states, empty, num_empty = self._states, self._empty, 0
+        # A request's last block is mostly not full.
+        while num_empty < len(block_ids) and states[block_id := block_ids[num_empty]] == HELD:
+            states[block_id] = 0
+            empty.append(block_id)
+            num_empty += 1
+        let_go = block_ids[num_empty:] if num_empty else block_ids
+        if let_go and all_are(gather(states, let_go), HELD_CACHED):
+            for block_id in let_go:
                 states[block_id] = FREE_CACHED
-        else:
-            let_go, num_empty = [], -len(empty)
-            for block_id in block_ids:
-                left = states[block_id] - 2
-                if left == FREE_CACHED:
-                    let_go.append(block_id)
-                elif left < FREE_CACHED:
-                    assert left == 0, f"block {block_id} is released more often than held"
-                    empty.append(block_id)
-                states[block_id] = left
-            num_empty += len(empty)
+        elif let_go:
+            let_go, num_others = self._release_any(let_go)
+            num_empty += num_others
         if let_go:
             self._policy.push(let_go)
             self.num_cached += len(let_go)
         return len(let_go) + num_empty
+
+    def _release_any(self, block_ids: Sequence[int]) -> tuple[list[int], int]:
+        """Those that are free and cached now, and how many others are free."""
+        states, empty, before, let_go = self._states, self._empty, len(self._empty), list[int]()
+        for block_id in block_ids:
+            left = states[block_id] - 2
+            if left == FREE_CACHED:
+                let_go.append(block_id)
+            elif left < FREE_CACHED:
+                assert left == 0, f"block {block_id} is released more often than held"
+                empty.append(block_id)
+            states[block_id] = left
+        return let_go, len(empty) - before
 
     def mark_cached(self, block_ids: Sequence[int]) -> None:
         """The content of these held blocks can be found from now on."""
