@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.history import MAX_EVENTS, EventLog, Seen, nearest, rewritten
@@ -38,6 +39,6 @@ def test_the_nearest_is_found_to_the_token() -> None:
     assert rewritten(prompts, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) == 8
     other = [50] * 5 + [8] * 7
     assert rewritten(prompts, ROOT, other, prompt_hashes(ROOT, other, 4), 4, slack=0) is None
-    brought = [one._replace(num_prompt_tokens=None) for one in prompts]
+    brought = [replace(one, num_prompt_tokens=None) for one in prompts]
     assert nearest(brought, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4) is None, "no request"
     assert rewritten(brought, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) is None

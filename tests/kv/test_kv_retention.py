@@ -147,7 +147,7 @@ def test_a_wish_that_is_repeated_is_kept_once() -> None:
         drive.serve(prompt(1, 2), pin=True, ttl=50.0 - turn / 100)
         drive.serve([1, 1], pin=True, ttl=1000.0)
     assert [len(claims) for claims in retention.by_block.values()] == [1, 1, 1]
-    assert len(retention._deadlines) <= MIN_DEADLINES
+    assert len(retention.deadlines) <= MIN_DEADLINES
     assert retention.deadline(0) == 1199.0
     drive.serve(prompt(1), priority=70, ttl=10.0)
     drive.serve(prompt(1, 2), pin=True, priority=60)

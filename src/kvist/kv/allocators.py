@@ -1,47 +1,28 @@
-"""How block tables grow: the `Allocator` protocol and the paged allocator.
+"""How block tables of paged memory grow and shrink.
 
-An allocator decides which block ids a sequence's tables get; who holds a block and what it contains is known to the pool and the
-index. All tables of a sequence (one per KV group) grow together, all or nothing.
+Any free block serves anywhere (PagedAttention, Kwon et al. 2023, section 4): only a sequence's last block has waste. All tables of
+a sequence (one per KV group) grow together, all or nothing. Who holds a block and what it contains is known to pool and index.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 
 from kvist.kv.pool import BlockPool
 from kvist.kv.prefix import PrefixMatch
 from kvist.kv.spec import first_block
 
 
-class Allocator(Protocol):
-    """Grows the block tables of one sequence at a time."""
-
-    def grow(self, tables: Sequence[array[int]], num_blocks: int) -> bool:
-        """Append `num_blocks` block ids to every table; False, and nothing changed, when there is no room."""
-
-    def give_back(self, block_ids: Sequence[int]) -> int:
-        """Let go of blocks, in the order in which they may be reused. Returns how many became free."""
-
-
-class PagedAllocator:
-    """Any free block serves anywhere (PagedAttention, Kwon et al. 2023, section 4): only a sequence's last block has waste."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def grow(self, tables: Sequence[array[int]], num_blocks: int) -> bool:
-        num_tables = len(tables)
-        taken = self._pool.take(num_blocks * num_tables)
-        if taken is None:
-            return False
-        for offset, table in enumerate(tables):
-            table.extend(taken if num_tables == 1 else taken[offset::num_tables])
-        return True
-
-    def give_back(self, block_ids: Sequence[int]) -> int:
-        return self._pool.release(block_ids)
+def grow(pool: BlockPool, tables: Sequence[array[int]], num_blocks: int) -> bool:
+    """Append `num_blocks` block ids to every table; False, and nothing changed, when there is no room."""
+    num_tables = len(tables)
+    taken = pool.take(num_blocks * num_tables)
+    if taken is None:
+        return False
+    for offset, table in enumerate(tables):
+        table.extend(taken if num_tables == 1 else taken[offset::num_tables])
+    return True
 
 
 def tails_first(tables: Sequence[array[int]], starts: Sequence[int], ends: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import NamedTuple, NewType, Protocol, cast, overload
 
@@ -82,9 +82,8 @@ class Hasher(Protocol):
     def copy(self) -> Hasher: ...
 
 
-def hasher_of(root: BlockHash) -> Hasher:
-    """The state before a sequence's first token."""
-    return cast(Hasher, sha256(root))
+hasher_of = cast(Callable[[BlockHash], Hasher], sha256)
+"""Of a root: the state before a sequence's first token."""
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvist.kv.block import HASH_BYTES, BlockHash, PackedNames, Tail
@@ -100,7 +101,8 @@ class EventLog:
         return KVEvent(first + place, time, kind, reason, owners, PackedNames(names) if isinstance(names, bytes) else names, tier)
 
 
-class Seen(NamedTuple):
+@dataclass(slots=True)
+class Seen:
     """A sequence that is open, whose lists are the request's and the manager's own, and grow with them; or one that has ended, and
     `prompt` is all of it, packed: nobody changes that any more."""
 

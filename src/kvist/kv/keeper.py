@@ -105,7 +105,8 @@ class Keeper:
 
     def advance(self, now: float) -> None:
         self.now = now
-        if self.retention.next_deadline > now:
+        deadlines = self.retention.deadlines
+        if not deadlines or deadlines[0][0] > now:
             return
         changes, free_of_claims = self.retention.expire(now)
         self._lapsed.update(free_of_claims)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from kvist.errors import InvalidRequestError
-from kvist.kv.allocators import Allocator, PagedAllocator, blocks_to_admit, tails_first
+from kvist.kv.allocators import blocks_to_admit, grow, tails_first
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.commits import Commits
 from kvist.kv.copies import Copies
@@ -91,7 +91,6 @@ class KVManager:
         self._keeps_tails = enable_prefix_caching and spec.copies_beginnings
         self._copies = Copies(self._pool, spec.block_size)
         self.pins = Pins(spec, num_blocks, self._keeper.retention, self._index)
-        self._allocator: Allocator = PagedAllocator(self._pool)
         self.tier = TierDecider(spec) if tiered and enable_prefix_caching else None
         self._records: dict[str, _Record] = {}
         self._restores = None if self.tier is None else Restores(self.tier, self._keeper, self._index, self._trails)
@@ -265,7 +264,7 @@ class KVManager:
                 return False
             self._copies.plan(shared, request.num_computed_tokens)
             record.shares_tail = False
-        return missing <= 0 or self._allocator.grow(tables, missing)
+        return missing <= 0 or grow(self._pool, tables, missing)
 
     def commit(self, request: Request) -> None:
         """Enter the blocks that `num_computed_tokens` has filled into the prefix index."""
@@ -365,7 +364,7 @@ class KVManager:
     def _give_back(self, record: _Record, ends: Sequence[int]) -> int:
         """Let go of the entries [let_go[g], ends[g]) of each group g, last block first and the groups side by side: what is reused
         first is then the tail of a prefix, in all groups alike, and the beginning, which most requests share, lives longest."""
-        return self._allocator.give_back(tails_first(record.tables, record.let_go, ends))
+        return self._pool.release(tails_first(record.tables, record.let_go, ends))
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""

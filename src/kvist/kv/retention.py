@@ -16,7 +16,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from math import inf
 
 from kvist.kv.block import BlockHash
 from kvist.kv.rings import ORDINARY_PRIORITY
@@ -69,7 +68,7 @@ class Retention:
         self.num_expired = 0
         """Claims whose time was up, since the start."""
         self.by_block: dict[int, list[Claim]] = {}
-        self._deadlines: list[tuple[float, int, Claim]] = []
+        self.deadlines: list[tuple[float, int, Claim]] = []
         self._max_deadlines = MIN_DEADLINES
         self._num_claims = 0
         self._raising: OrderedDict[Claim, None] = OrderedDict()
@@ -123,7 +122,7 @@ class Retention:
             self._make_room(changes)
         if deadline is not None:
             self._num_claims += 1
-            heapq.heappush(self._deadlines, (deadline, self._num_claims, claim))
+            heapq.heappush(self.deadlines, (deadline, self._num_claims, claim))
             self._forget_deadlines()
         return changes
 
@@ -159,15 +158,11 @@ class Retention:
             ended += [claim for claim in self.by_block.get(block_id, ()) if claim.owner == owner and claim not in ended]
         return self._end(ended)
 
-    @property
-    def next_deadline(self) -> float:
-        return self._deadlines[0][0] if self._deadlines else inf
-
     def expire(self, now: float) -> tuple[Changes, list[int]]:
         """End the claims whose time is up; also the blocks that have none left."""
         ended = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, claim = heapq.heappop(self._deadlines)
+        while self.deadlines and self.deadlines[0][0] <= now:
+            _, _, claim = heapq.heappop(self.deadlines)
             if claim.blocks:
                 ended.append(claim)
         self.num_expired += len(ended)
@@ -187,10 +182,10 @@ class Retention:
 
     def _forget_deadlines(self) -> None:
         """Of claims that ended before their time, once they are most of all."""
-        if len(self._deadlines) >= self._max_deadlines:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].blocks]
-            heapq.heapify(self._deadlines)
-            self._max_deadlines = max(MIN_DEADLINES, 2 * len(self._deadlines))
+        if len(self.deadlines) >= self._max_deadlines:
+            self.deadlines = [entry for entry in self.deadlines if entry[2].blocks]
+            heapq.heapify(self.deadlines)
+            self._max_deadlines = max(MIN_DEADLINES, 2 * len(self.deadlines))
 
     def _end(self, ended: Iterable[Claim]) -> Changes:
         changes = Changes({}, [], [])

@@ -99,7 +99,8 @@ class Trails:
             return ()
         lost: list[BlockHash | None] = []
         trail = self._trails[number]
-        self._trails[number] = Seen(trail.root, trail.hashes, token_ids, (), tail, num_prompt_tokens, now)
+        trail.prompt, trail.output, trail.tail = token_ids, (), tail
+        trail.num_prompt_tokens, trail.time = num_prompt_tokens, now
         if tail is not None:
             if (earlier := self._tails.get(tail.parent)) is not None:
                 lost.append(self._lose_tail(earlier))
@@ -131,8 +132,8 @@ class Trails:
         if trail.tail is None:
             return None
         del self._tails[trail.tail.parent]
-        self._trails[number] = trail._replace(tail=None)
-        return trail.tail.name
+        name, trail.tail = trail.tail.name, None
+        return name
 
     def _forget(self, number: int) -> Seen:
         trail = self._trails.pop(number)
