@@ -40,6 +40,12 @@ def filled(*numbers: int) -> Stretches:
     return index
 
 
+def recall(index: Stretches, root: BlockHash, tokens: bytes, group: int = 0) -> list[BlockHash]:
+    names, block_ids = index.recall(root, tokens)
+    assert block_ids == index.leading(group, names, len(names))
+    return names
+
+
 def sizes(index: Stretches) -> list[int]:
     return sorted(len(stretch.block_ids) for stretch in index)
 
@@ -88,31 +94,31 @@ def test_two_that_go_separate_ways_share_what_they_have_in_common() -> None:
 def test_names_are_told_from_tokens_as_far_as_these_are_known() -> None:
     index = filled(*range(200))
     tokens = ZEROS.tobytes()
-    assert index.recall(ROOT, tokens) == LONG
-    assert index.recall(ROOT, tokens[: 70 * TOKEN_BYTES]) == LONG[:70]
-    assert index.recall(ROOT, array("I", [*[0] * 100, 1, 0, 0]).tobytes()) == LONG[:100]
-    assert index.recall(LONG[0], tokens) == [], "another root"
-    assert index.recall(ROOT, b"") == []
+    assert recall(index, ROOT, tokens) == LONG
+    assert recall(index, ROOT, tokens[: 70 * TOKEN_BYTES]) == LONG[:70]
+    assert recall(index, ROOT, array("I", [*[0] * 100, 1, 0, 0]).tobytes()) == LONG[:100]
+    assert recall(index, LONG[0], tokens) == [], "another root"
+    assert recall(index, ROOT, b"") == []
     ones = [*[0] * 100, *[1] * MIN_RECALLED]
     other = prefix(*ones)
     index.remove([*range(199, 149, -1)])
     assert index.insert(0, ROOT, other, 100, [*range(190, 190 + MIN_RECALLED)], array("I", ones)) == [(100, len(ones))]
-    assert index.recall(ROOT, array("I", [*[0] * 100, 1, 1, 1, 0]).tobytes()) == other[:103], "behind the middle of another"
-    assert index.recall(ROOT, tokens) == LONG[:150]
+    assert recall(index, ROOT, array("I", [*[0] * 100, 1, 1, 1, 0]).tobytes()) == other[:103], "behind the middle of another"
+    assert recall(index, ROOT, tokens) == LONG[:150]
     index.remove([*range(149, 66, -1)])
-    assert index.recall(ROOT, tokens) == LONG[:67]
-    assert index.recall(ROOT, array("I", [*[0] * 100, 1]).tobytes()) == LONG[:67], "what is before it is gone"
+    assert recall(index, ROOT, tokens) == LONG[:67]
+    assert recall(index, ROOT, array("I", [*[0] * 100, 1]).tobytes()) == LONG[:67], "what is before it is gone"
     index.remove([*range(66, -1, -1)])
-    assert index.recall(ROOT, tokens) == []
+    assert recall(index, ROOT, tokens) == []
     index.check_invariants()
 
 
 def test_short_stretches_keep_no_tokens() -> None:
     index, few = Stretches(20, 1, TOKEN_BYTES, 0), MIN_RECALLED - 1
     index.insert(0, ROOT, LONG, 0, range(few), ZEROS)
-    assert index.recall(ROOT, ZEROS.tobytes()) == []
+    assert recall(index, ROOT, ZEROS.tobytes()) == []
     index.insert(0, ROOT, LONG, few, [few], ZEROS)
-    assert index.recall(ROOT, ZEROS.tobytes()) == LONG[:MIN_RECALLED]
+    assert recall(index, ROOT, ZEROS.tobytes()) == LONG[:MIN_RECALLED]
 
 
 class Machine(RuleBasedStateMachine):
@@ -174,7 +180,7 @@ class Machine(RuleBasedStateMachine):
             assert (self.index.of(block_id) is not None) == (block_id in self.blocks.values())
         for group in range(2):
             for names, tokens in self.prefixes:
-                recalled = self.index.recall(ROOT, tokens)
+                recalled = recall(self.index, ROOT, tokens, group=1)
                 assert recalled == names[: len(recalled)]
                 assert all((1, name) in self.blocks for name in recalled)
                 want = [self.blocks.get((group, name)) for name in names]

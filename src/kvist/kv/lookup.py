@@ -23,21 +23,27 @@ class Lookup:
     def match(self, request: Request, record: Record) -> PrefixMatch:
         """The longest cached prefix of a request that leaves at least its last token to compute."""
         num_tokens = request.num_tokens
-        record.recall(request, (num_tokens - 1) // self._block_size, self._index)
-        return self.find(record.root, record.hashes, num_tokens, request.token_ids)
+        limit = (num_tokens - 1) // self._block_size
+        match = self._index.match(record.hashes, limit, record.recall(request, limit, self._index))
+        return self._with_beginning(match, record.root, record.hashes, num_tokens, request.token_ids)
 
-    def find(
-        self, root: BlockHash, hashes: Sequence[BlockHash], num_tokens: int, token_ids: Callable[[int, int], list[int]]
+    def _with_beginning(
+        self,
+        match: PrefixMatch,
+        root: BlockHash,
+        hashes: Sequence[BlockHash],
+        num_tokens: int,
+        token_ids: Callable[[int, int], list[int]],
     ) -> PrefixMatch:
-        """The same of any tokens, `token_ids(start, stop)` being some of them, and `hashes` the names of their whole blocks."""
-        match = self._index.match(hashes, (num_tokens - 1) // self._block_size)
+        """A hit of whole blocks, and of one more what it begins with; `token_ids(start, stop)` are some of the tokens."""
         if self._trails is None or match.num_tokens == num_tokens - 1:
             return match
         return self._trails.extend(match, root, hashes, token_ids(match.num_tokens, self._rest_end(match, num_tokens)))
 
     def find_all(self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: list[int]) -> PrefixMatch:
-        """What a prompt finds."""
-        return self.find(root, hashes, len(token_ids), lambda start, stop: token_ids[start:stop])
+        """What a prompt finds, `hashes` being the names of its whole blocks."""
+        match = self._index.match(hashes, (len(token_ids) - 1) // self._block_size)
+        return self._with_beginning(match, root, hashes, len(token_ids), lambda start, stop: token_ids[start:stop])
 
     def _rest_end(self, match: PrefixMatch, num_tokens: int) -> int:
         """The end of what could be copied behind a hit of whole blocks: less than a block, and not the last token."""

@@ -31,13 +31,17 @@ class Record:
     trail: int = 0
     """Its number in `Trails`."""
 
-    def recall(self, request: Request, num_blocks: int, index: PrefixIndex) -> None:
-        """Know the names of the first `num_blocks` blocks at least; those that `index` has are taken from there."""
+    def recall(self, request: Request, num_blocks: int, index: PrefixIndex) -> array[int] | None:
+        """Know the names of the first `num_blocks` blocks at least; those that `index` has are taken from there, and the blocks
+        told."""
+        found = None
         if not self.hashes and num_blocks:
             self._take_tokens(request, num_blocks * index.block_size)
-            self.hashes += index.recall(self.root, self.tokens, num_blocks)
+            names, found = index.recall(self.root, self.tokens, num_blocks)
+            self.hashes += names
         if num_blocks > len(self.hashes):
             self.hash_up_to(request, num_blocks, index.block_size)
+        return found
 
     def hash_up_to(self, request: Request, num_blocks: int, block_size: int) -> None:
         """Know the names of the first `num_blocks` blocks at least."""

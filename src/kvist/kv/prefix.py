@@ -140,9 +140,12 @@ class PrefixIndex:
         """A copy of all that is indexed: what it costs is the copying of stretches."""
         return IndexListing(self._num_blocks, self._stretches.copies(), dict(self._tails))
 
-    def recall(self, root: BlockHash, tokens: array[int], limit: int) -> list[BlockHash]:
-        """The names of a prefix's first blocks, up to `limit`, as far as its tokens tell them: they need not be worked out."""
-        return [] if self._recalled is None else self._stretches.recall(root, tokens[: limit * self.block_size].tobytes())
+    def recall(self, root: BlockHash, tokens: array[int], limit: int) -> tuple[list[BlockHash], array[int]]:
+        """The names of a prefix's first blocks, up to `limit`, as far as its tokens tell them: they need not be worked out. And, of
+        one of the groups with full attention, the blocks."""
+        if self._recalled is None:
+            return [], array("I")
+        return self._stretches.recall(root, tokens[: limit * self.block_size].tobytes())
 
     def insert(
         self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: list[int], tokens: array[int]
@@ -169,10 +172,11 @@ class PrefixIndex:
                 self._tails.pop(block_id, None)
         return self._stretches.remove(block_ids)
 
-    def match(self, hashes: Sequence[BlockHash], limit: int) -> PrefixMatch:
-        """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group."""
+    def match(self, hashes: Sequence[BlockHash], limit: int, recalled: array[int] | None = None) -> PrefixMatch:
+        """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group. `recalled`: the first
+        of them, as `recall` has just told."""
         if self._windows == (None,):
-            found = self._stretches.leading(0, hashes, limit)
+            found = self._stretches.leading(0, hashes, limit, recalled)
             return PrefixMatch(len(found) * self.block_size, (found,), (0,))
         tables = self.among(hashes[:limit])
         length = self.longest(hashes, limit, tables)

@@ -149,9 +149,10 @@ class Stretches:
         stretch = self._heads[group].get(name)
         return None if stretch is None else stretch.block_ids[0]
 
-    def leading(self, group: int, hashes: Sequence[BlockHash], limit: int) -> array[int]:
-        """The first blocks of a prefix, up to the first that is missing."""
-        heads, found, length = self._heads[group], array("I"), 0
+    def leading(self, group: int, hashes: Sequence[BlockHash], limit: int, found: array[int] | None = None) -> array[int]:
+        """The first blocks of a prefix, up to the first that is missing; of them `found` is known, and gets the others."""
+        heads, found = self._heads[group], array("I") if found is None else found
+        length = len(found)
         while length < limit and (stretch := heads.get(hashes[length])) is not None:
             count = stretch.reach(0, hashes, length, limit)
             found += stretch.block_ids[:count]
@@ -168,9 +169,10 @@ class Stretches:
                 found += stretch.block_ids[: stretch.reach(0, hashes, block, len(hashes))]
         return found
 
-    def recall(self, root: BlockHash, tokens: bytes) -> list[BlockHash]:
-        """The names of the first blocks of a prefix, as far as they are known by these tokens, which are those of whole blocks."""
-        found: list[BlockHash] = []
+    def recall(self, root: BlockHash, tokens: bytes) -> tuple[list[BlockHash], array[int]]:
+        """The names of the first blocks of a prefix, as far as they are known by these tokens, which are those of whole blocks; and
+        the blocks."""
+        found, block_ids = list[BlockHash](), array("I")
         parent, begin, size, piece_bytes = root, 0, self._block_bytes, MAX_STRETCH * self._block_bytes
         while begin < len(tokens):
             piece = tokens[begin : begin + piece_bytes]
@@ -178,8 +180,9 @@ class Stretches:
             if stretch is None or stretch.parent != parent or not (count := stretch.common_blocks(piece, size)):
                 break
             found += unpack(count * f"{HASH_BYTES}s", stretch.names[: count * HASH_BYTES])
+            block_ids += stretch.block_ids[:count]
             parent, begin = found[-1], begin + count * size
-        return found
+        return found, block_ids
 
     def insert(
         self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: Sequence[int], tokens: array[int]
