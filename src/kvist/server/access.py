@@ -82,7 +82,8 @@ class AccessLayer:
         try:
             await (self._refuse if works and self._life.draining else self._app)(scope, receive, send_with_id)
         except Exception:
-            log.exception("request %s failed", access.request_id, extra={"fields": {"id": access.request_id}})
+            fields = {"id": access.request_id}
+            log.exception("request %(id)s failed", fields, extra={"fields": fields})
             if not complete:
                 raise
         finally:
@@ -108,7 +109,7 @@ def _report(scope: Scope, access: Access) -> None:
     if not log.isEnabledFor(level):
         return
     fields = fields_of(scope, access)
-    log.log(level, "%s %s %s", fields["method"], fields["route"], fields["status"], extra={"fields": fields})
+    log.log(level, "%(method)s %(route)s %(status)s", fields, extra={"fields": fields})
 
 
 def fields_of(scope: Scope, access: Access) -> dict[str, Any]:

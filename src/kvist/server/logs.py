@@ -1,7 +1,7 @@
 """How log records are written: as lines of text, or as one JSON object a line, to standard error.
 
-Knows no routes. A record's `fields` (a dict in `extra`) become keys of the JSON object; in text they follow the message, unless its
-arguments have said them.
+Knows no routes. A record's `fields` (a dict in `extra`) become keys of the JSON object; in text they follow the message, except
+those that it has by name.
 Invariant: one record is one line of ASCII in JSON.
 """
 
@@ -41,8 +41,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        said = record.args if isinstance(record.args, tuple) else ()
-        fields = [f"{name}={value}" for name, value in getattr(record, "fields", {}).items() if value not in said]
+        fields = [f"{name}={value}" for name, value in getattr(record, "fields", {}).items() if f"%({name})" not in str(record.msg)]
         return " ".join([super().formatMessage(record), *fields])
 
 
