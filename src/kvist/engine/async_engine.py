@@ -233,16 +233,20 @@ class AsyncEngine:
 
     def _take_commands(self) -> bool:
         """Carry out all that is in the inbox, waiting when there is nothing else to do. False: stop."""
-        checked = False
+        checked, rest = False, None
         while True:
             if self._inbox.empty():
                 if self._engine.has_work:
                     return True
+                rest = self._engine.rest()
                 if not checked:
                     self._engine.check_idle()
                 self._snapshot = self._engine.snapshot()
                 checked = True
-            command = self._inbox.get()
+            try:
+                command = self._inbox.get(timeout=rest)
+            except queue.Empty:
+                continue
             if isinstance(command, _Stop):
                 return False
             # Those who follow events ask often, and looking on changes nothing.

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -119,6 +120,8 @@ class Engine:
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._pending):
             raise InvalidRequestError(f"A request named {request_id!r} is already running; choose another id.", param="request_id")
         max_tokens = check_request(self.config, prompt_token_ids, params)
+        # A pin whose time is up, perhaps long since, is in nobody's way.
+        self.manager.advance(self._clock())
         if params.max_tokens is None:
             max_tokens = self._beside_pins(len(prompt_token_ids), max_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
@@ -246,6 +249,12 @@ class Engine:
             return False
         self._tiers.wait()
         return True
+
+    def rest(self) -> float | None:
+        """Without work, end what is to be kept no longer. Returns after how many seconds there is something to end; None: never."""
+        now = self._clock()
+        deadline = self.manager.advance(now)
+        return None if deadline == inf else deadline - now
 
     def drop_pending(self) -> None:
         """Forget the last deltas of aborted requests that nobody will read."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -103,15 +104,17 @@ class Keeper:
         if self.policy.remembers:
             self.policy.enter(block_ids, self._ghosts.memos(block_hashes))
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
+        """Returns when the next claim ends; inf: there is none."""
         self.now = now
-        deadlines = self.retention.deadlines
-        if not deadlines or deadlines[0][0] > now:
-            return
-        changes, free_of_claims = self.retention.expire(now)
-        self._lapsed.update(free_of_claims)
-        self._tell("expired", free_of_claims)
-        self._carry_out(changes)
+        if not (deadlines := self.retention.deadlines):
+            return inf
+        if deadlines[0][0] <= now:
+            changes, free_of_claims = self.retention.expire(now)
+            self._lapsed.update(free_of_claims)
+            self._tell("expired", free_of_claims)
+            self._carry_out(changes)
+        return deadlines[0][0] if deadlines else inf
 
     def claim(self, root: BlockHash, block_ids: Sequence[int], hints: KVHints) -> None:
         """Keep these blocks, the first of a prefix first."""

@@ -206,9 +206,9 @@ class KVManager:
     def complete_plan(self) -> None:
         self._copies.complete()
 
-    def advance(self, now: float) -> None:
-        """It is `now`, in seconds that never go back; called before each step. Claims whose time is up end."""
-        self._keeper.advance(now)
+    def advance(self, now: float) -> float:
+        """Claims whose time is up end."""
+        return self._keeper.advance(now)
 
     def add(self, request: Request) -> None:
         """Open the record of a request that waits; it holds no blocks yet. Raises InvalidRequestError or ContextLengthError where

@@ -177,8 +177,9 @@ class KVMemory(Protocol):
     def account(self, requests: Iterable[Request]) -> MemoryAccount:
         """Bytes now; `requests` are all that hold blocks."""
 
-    def advance(self, now: float) -> None:
-        """It is `now`, in seconds that never go back; called before each step."""
+    def advance(self, now: float) -> float:
+        """It is `now`, in seconds that never go back; called before each step and each `add`. Returns when time alone will change
+        something next; inf: never."""
 
     def add(self, request: Request) -> None: ...
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvist.errors import InvalidRequestError
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
@@ -155,8 +156,9 @@ class SpanManager:
 
     # Changes
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> float:
         """Spans are kept by the order of their use alone."""
+        return inf
 
     def add(self, request: Request) -> None:
         if request.kv:
