@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -222,6 +223,35 @@ def test_a_hit_on_the_device_is_not_evicted_for_its_own_continuation() -> None:
     assert manager.match(long).num_tokens == 8, "three of the five blocks were taken, and not these two"
     manager.complete_restore(plan.plan_id, [True] * 3)
     assert manager.match(long).num_tokens == 20
+
+
+@pytest.mark.parametrize("before", [[], [0, 1, 2, 3]])
+def test_a_last_block_that_comes_back_hides_no_whole_one_to_copy_from(before: list[int]) -> None:
+    """Behind the same tokens the device has a whole block, still being written, and the tier a last one that is not full."""
+    old = KVManager(make_spec(block_size=4), 20, watermark=0.0, tiered=True)
+    ended = make_request("ended", [*before, 4, 5, 6])
+    computed(old, ended)
+    old.free(ended)
+    assert old.tier is not None
+    plan = old.tier.take_offers()
+    assert plan is not None
+    new = KVManager(make_spec(block_size=4), 20, watermark=0.0, tiered=True)
+    restart(new.tier, plan)
+    whole = make_request("whole", [*before, 7, 8, 9, 10])
+    computed(new, whole)
+    new.free(whole)
+    again = make_request("again", [*before, 4, 5, 6, 20])
+    new.add(again)
+    restore = new.restorable(again, new.match(again))
+    assert restore is not None
+    filling = new.prepare_restore(again, restore, new.match(again))
+    assert filling is not None
+    new.complete_restore(filling.plan_id, [True])
+    assert new.match(again).num_tokens == len(before) + 3
+    other = make_request("other", [*before, 7, 8, 9, 20])
+    new.add(other)
+    assert new.match(other).num_tokens == len(before) + 3
+    new.check_invariants()
 
 
 def test_prompt_scores_restore_nothing() -> None:

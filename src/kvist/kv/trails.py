@@ -117,13 +117,14 @@ class Trails:
     def brought(
         self, root: BlockHash, hashes: list[BlockHash], token_ids: array[int], last: int | None, tail: Tail | None
     ) -> Sequence[BlockHash]:
-        """These tokens came from a tier: whole blocks called `hashes`, and behind them a `tail`, if it has one. `last` is
-        the block, of the first group, before the last one of both. Returns as `close` does."""
+        """These tokens came from a tier: whole blocks called `hashes`, and behind them a `tail`, if it has one. `last` is the
+        block, of the first group, before the last one of both; it is marked where that one is whole. Returns as `close` does."""
         self._number = number = self._number % 0xFFFFFFFF + 1
         self._trails[number] = Seen(root, hashes, token_ids, ())
-        if last is None:
+        # A tail is found by the name before it, and a mark that led to nothing else would hide a sequence with a whole block.
+        if tail is None and last is None:
             self._beginning[root] = number
-        else:
+        elif tail is None and last is not None:
             self._mark[last] = number
         return self.close(number, token_ids, tail)
 
