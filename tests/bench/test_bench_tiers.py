@@ -15,8 +15,7 @@ from kvist.bench.workloads import Work
 def test_restoring_is_measured_where_blocks_were_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A tiny model may well compute sooner than a busy disk reads.
     monkeypatch.setattr("kvist.kv.tiers.restore_is_cheaper", lambda *_: True)
-    blocks = tiers.pool_blocks(160, 16)
-    engine = tiny_engine("numpy", num_kv_blocks=blocks, kv_tiers=f"disk=64MiB:{tmp_path}", kv_tier_fsync="always")
+    engine = tiny_engine("numpy", num_kv_blocks=60, kv_tiers=f"disk=64MiB:{tmp_path}", kv_tier_fsync="never")
     with LLM.from_engine(engine) as llm:
         reports = list(tiers.measure_restore(llm, measure.generator(llm), tmp_path, 160, 2))
         tier = engine.snapshot().tier

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import kvist
+from helpers.tiny_models import write_tiny_gguf
 from kvist.cli.main import main
 
 
@@ -79,9 +82,39 @@ def test_prompts_larger_than_the_pool_are_refused(capsys: pytest.CaptureFixture[
             "tier's folder cannot be made in /nowhere/x: No such file or directory; name another",
         ),
         (["--kv-tiers", "disk=1GiB:/tmp/x"], "leave kv_tiers out, and say where with --folder"),
+        (["--no-enable-prefix-caching"], "keeps the prefixes of paged blocks; leave out --no-enable-prefix-caching"),
+        (["--no-use-cache"], "keeps the prefixes of paged blocks; leave out --no-enable-prefix-caching"),
+        (["--kv-allocator", "virtual"], "keeps the prefixes of paged blocks; leave out --no-enable-prefix-caching"),
     ],
 )
 def test_a_tier_that_cannot_be_made_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     code, _, errors = run(capsys, "tiers", *arguments)
     assert code == 2
     assert words in " ".join(errors.split())
+
+
+def test_the_engine_of_each_half_of_tiers_gets_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVIST_CACHE", str(tmp_path / "cache"))
+    given: list[dict[str, Any]] = []
+
+    class Recorded(kvist.LLM):
+        def __init__(self, **options: Any) -> None:
+            given.append(options)
+            super().__init__(**options)
+
+    monkeypatch.setattr(kvist, "LLM", Recorded)
+    arguments = ["tiers", "-m", str(write_tiny_gguf(tmp_path / "tiny.gguf", context=512, layers=1)), "--folder", str(tmp_path)]
+    arguments += ["--prefix-tokens", "64", "--decode-tokens", "16", "--rounds", "1", "--num-threads", "1", "--json"]
+    code, output, _ = run(capsys, *arguments, "--num-kv-blocks", "60", "--kv-tier-fsync", "never")
+    report = json.loads(output)
+    assert code == 0
+    assert [bool(options.pop("kv_tiers")) for options in given] == [True, False, True], "restoring, and decoding without and with"
+    assert given[0] == given[1] == given[2]
+    assert (given[0]["num_kv_blocks"], given[0]["kv_tier_fsync"]) == (60, "never")
+    assert (report["engine"]["num_kv_blocks"], report["engine"]["kv_tier_fsync"]) == (60, "never")
+    assert report["measurements"][0]["name"] == "computed.first_token"
+    code, _, errors = run(capsys, *arguments, "--max-model-len", "80")
+    assert code == 2
+    assert "A request of 81 tokens does not fit the context of 80" in " ".join(errors.split())

@@ -1,8 +1,8 @@
 """What a disk tier is worth and what it costs: restoring a prefix against computing it, and decoding beside its writes.
 
-Restore: a prompt is computed cold, its blocks go to the disk, another prompt of the same length takes its place in the pool, the
-files' pages are dropped from the system's cache (where the system lets one), and the prompt is asked for again. Decode: rounds with
-and without a tier take turns, so that a machine that slows down slows both. It knows the public class, no options and no tables.
+Restore: a prompt is computed cold, its blocks go to the disk, the pool is flushed, the files' pages are dropped from the system's
+cache (where the system lets one), and the prompt is asked for again. Decode: rounds with and without a tier take turns, so that a
+machine that slows down slows both. It knows the public class, no options and no tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvist.bench.measure import Generate, Measurement, run_round, warm_up
 from kvist.bench.workloads import SEED, Work, draw_prompts
-from kvist.errors import EngineError
+from kvist.errors import EngineError, UsageError
 
 if TYPE_CHECKING:
     from kvist import LLM
@@ -25,27 +25,28 @@ DECODE = Work("decode_8", "decode", 8, 64, 256)
 SETTLE_SECONDS = 60.0
 
 
-def pool_blocks(prefix_tokens: int, block_size: int) -> int:
-    """A pool in which one such prompt has room, and a second one evicts it."""
-    return -(-(prefix_tokens + 2) // block_size) + 1
+def require_room(llm: LLM, prefix_tokens: int, work: Work) -> None:
+    """Raises UsageError where a request of either half is longer than one may be."""
+    longest, room = max(prefix_tokens + 2, work.num_tokens), llm.config.effective_max_len
+    if longest > room:
+        raise UsageError(f"A request of {longest:,} tokens does not fit the context of {room:,}; take fewer tokens or more blocks.")
 
 
 def measure_restore(llm: LLM, generate: Generate, folder: Path, prefix_tokens: int, rounds: int) -> Iterator[list[Measurement]]:
-    """Times to the first token of one prompt, computed and restored; the measurements so far after each round. `llm` has a pool of
-    `pool_blocks` and a tier in `folder`. Raises EngineError when a round restored nothing."""
+    """Times to the first token of one prompt, computed and restored; the measurements so far after each round. `llm` has a tier
+    in `folder`. Raises EngineError when a round restored nothing."""
     vocab_size = llm.config.model.vocab_size
     rng = random.Random(f"{SEED}/restore")
     warm_up(generate, vocab_size)
     computed: list[float] = []
     restored: list[float] = []
     for _ in range(rounds):
-        prompt, other = draw_prompts(rng, 2, prefix_tokens + 1, vocab_size)
+        (prompt,) = draw_prompts(rng, 1, prefix_tokens + 1, vocab_size)
         seconds, cached = _first_token(llm, prompt)
         assert cached == 0
         computed.append(seconds * 1e3)
         _wait_for_writes(llm)
-        _first_token(llm, other)
-        _wait_for_writes(llm)
+        llm.engine.ask_kv("flush", salt=None)
         _drop_file_cache(folder)
         seconds, cached = _first_token(llm, prompt)
         if cached < prefix_tokens // 2:
@@ -102,12 +103,13 @@ def _wait_for_writes(llm: LLM) -> None:
 
 
 def _drop_file_cache(folder: Path) -> None:
-    """Written pages that are on the disk leave the cache; others stay."""
+    """Pages that are on the disk leave the cache, whatever the tier's policy has forced there."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in folder.glob("0*"):
         fd = os.open(path, os.O_RDONLY)
         try:
+            os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

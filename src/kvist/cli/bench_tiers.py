@@ -33,6 +33,11 @@ def tiers_command(
     """Restoring a prefix from disk against computing it, and decoding with and without a tier's writes."""
     if engine.kv_tiers is not None:
         raise ConfigError("kvist bench tiers makes its own tier; leave kv_tiers out, and say where with --folder.")
+    if not (engine.enable_prefix_caching and engine.use_cache) or engine.kv_allocator != "paged":
+        raise ConfigError(
+            "kvist bench tiers measures a disk tier, which keeps the prefixes of paged blocks; leave out "
+            "--no-enable-prefix-caching, --no-use-cache and --kv-allocator."
+        )
     try:
         place = Path(tempfile.mkdtemp(prefix="kvist-tier-", dir=folder))
     except OSError as error:
@@ -60,17 +65,16 @@ def _measure(engine: EngineOptions, folder: Path, prefix_tokens: int, decode_tok
     from kvist.bench import machine, measure, tiers
 
     measurements: list[measure.Measurement] = []
-    pool = tiers.pool_blocks(prefix_tokens, engine.block_size)
-    small = replace(engine, num_kv_blocks=pool, kv_cache_memory=None, kv_tiers=f"disk=4GiB:{folder / 'a'}", kv_tier_fsync="always")
-    with progress("Restoring", rounds) as update, LLM(**asdict(small)) as llm:
+    work = replace(tiers.DECODE, new_tokens=decode_tokens)
+    assert isinstance(work, Work)
+    with progress("Restoring", rounds) as update, LLM(**asdict(replace(engine, kv_tiers=f"disk=4GiB:{folder / 'a'}"))) as llm:
+        tiers.require_room(llm, prefix_tokens, work)
         for done, so_far in enumerate(
             tiers.measure_restore(llm, measure.generator(llm), folder / "a", prefix_tokens, rounds), start=1
         ):
             measurements = so_far
             update(done)
         config = llm.config
-    work = replace(tiers.DECODE, new_tokens=decode_tokens)
-    assert isinstance(work, Work)
     with LLM(**asdict(engine)) as plain, LLM(**asdict(replace(engine, kv_tiers=f"disk=4GiB:{folder / 'b'}"))) as tiered:
         generators = measure.generator(plain), measure.generator(tiered)
         measurements += tiers.measure_decode(*generators, config.model.vocab_size, rounds, work)
@@ -79,7 +83,13 @@ def _measure(engine: EngineOptions, folder: Path, prefix_tokens: int, decode_tok
     return {
         "command": "tiers",
         "machine": machine.machine_facts(),
-        "engine": {"model": config.served_model_name, "profile": config.profile, "num_threads": config.num_threads},
+        "engine": {
+            "model": config.served_model_name,
+            "profile": config.profile,
+            "num_threads": config.num_threads,
+            "num_kv_blocks": config.num_kv_blocks,
+            "kv_tier_fsync": engine.kv_tier_fsync,
+        },
         "prefix_tokens": prefix_tokens,
         "measurements": [measurement.as_dict() for measurement in measurements],
         "written": {"blocks": snapshot.store.stored_blocks, "dropped": snapshot.dropped_blocks},
