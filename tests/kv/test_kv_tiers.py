@@ -254,6 +254,41 @@ def test_a_last_block_that_comes_back_hides_no_whole_one_to_copy_from(before: li
     new.check_invariants()
 
 
+@pytest.mark.parametrize(("size", "offered"), [(6, [4, 2]), (5, [4]), (4, [4]), (3, [3])])
+def test_who_is_swapped_offers_a_last_block_that_is_half_full(size: int, offered: list[int]) -> None:
+    manager = KVManager(make_spec(None, 6, block_size=4), 20, watermark=0.0, tiered=True)
+    request = make_request("request", range(size))
+    computed(manager, request)
+    assert manager.tier is not None
+    assert manager.swap_out(request)
+    plan = manager.tier.take_offers()
+    assert plan is not None
+    for group in (0, 1):
+        copies = [copy for copy in plan.copies if copy.group == group]
+        assert [len(tokens_of(copy.about)) for copy in copies] == offered
+        assert [copy.block_id for copy in copies] == list(manager.block_tables(request)[group][: len(offered)])
+
+
+def test_a_last_block_whose_copy_is_only_planned_is_not_offered() -> None:
+    manager = KVManager(make_spec(block_size=4), 20, watermark=0.0, tiered=True)
+    one, two = (make_request(name, [*range(7)]) for name in ("one", "two"))
+    computed(manager, one)
+    manager.add(two)
+    manager.fork(one, two)
+    two.num_computed_tokens = 7
+    assert manager.tier is not None
+    manager.tier.take_offers()
+    assert manager.allocate(two, 1), "in a block of its own, into which nothing has been copied yet"
+    manager.swap_out(two)
+    assert manager.tier.take_offers() is None
+    manager.release(two)
+    manager.swap_out(one)
+    plan = manager.tier.take_offers()
+    assert plan is not None
+    assert [(copy.block_id, list(tokens_of(copy.about))) for copy in plan.copies] == [(1, [4, 5, 6])]
+    manager.check_invariants()
+
+
 def test_prompt_scores_restore_nothing() -> None:
     manager = KVManager(make_spec(block_size=4), 10, watermark=0.0, tiered=True)
     assert manager.tier is not None

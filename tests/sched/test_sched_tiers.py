@@ -182,9 +182,10 @@ def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(late
     assert sum(record.num_tokens for record in records) > 1000
     for record in records:
         assert record.kind == "swap"
-        assert record.num_tokens - record.num_tokens_found < 16, "all whole blocks were found"
+        assert record.num_tokens - record.num_tokens_found < 8, "all whole blocks were found, and last ones that were half full"
+    assert any(record.num_tokens_found % 16 for record in records)
     # On the device or in the tier; none was read twice.
-    assert sim.num_filled <= sum(record.num_tokens_found // 16 for record in records)
+    assert sim.num_filled <= sum(-(-record.num_tokens_found // 16) for record in records)
     for request in requests:
         assert request.output_token_ids == alone(request, (None,))
 

@@ -23,7 +23,7 @@ class Copies:
 
     @property
     def are_planned(self) -> bool:
-        """Whether copies are waiting to be taken."""
+        """Whether copies are waiting to be taken: the blocks that they are for hold nothing yet."""
         return bool(self._planned)
 
     def needed(self, tables: Sequence[array[int]], position: int) -> list[array[int]]:

@@ -291,9 +291,11 @@ class KVManager:
 
     def swap_out(self, request: Request) -> bool:
         """Before `release`: offer the tier what it lacks of a request. Whether it can come back from there sooner than computed."""
+        assert self._restores is not None
         self._commits.enter()
         record = self._records[request.request_id]
-        return self._restores is not None and self._restores.swap(record, record.let_go)
+        tail = record.tail(request, self._block_size) if self._keeps_tails and not self._copies.are_planned else None
+        return self._restores.swap(record, record.let_go, tail, request)
 
     def trim(self, request: Request) -> None:
         """Let go of blocks that lie wholly before the window of the next row, at position `num_computed_tokens`."""

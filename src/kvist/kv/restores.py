@@ -73,13 +73,17 @@ class Restores:
                 num_blocks += stop - start
         return num_blocks
 
-    def swap(self, record: Record, let_go: Sequence[int]) -> bool:
-        """Offer all. Whether it can be brought back sooner than computed."""
-        num_blocks = self.offer(record, let_go)
-        return num_blocks > 0 and self._tier.is_cheaper(num_blocks, record.num_committed * self._index.block_size)
+    def swap(self, record: Record, let_go: Sequence[int], tail: Tail | None, request: Request) -> bool:
+        """Offer all, with the last block, which is not full, if that is a `tail`. Whether it can be brought back sooner than
+        computed."""
+        num_blocks, num_tokens = self.offer(record, let_go), record.num_committed * self._index.block_size
+        if tail is not None:
+            self.offer_tail(record, tail, request)
+            num_blocks, num_tokens = num_blocks + len(record.tables), num_tokens + tail.num_tokens
+        return num_blocks > 0 and self._tier.is_cheaper(num_blocks, num_tokens)
 
     def offer_tail(self, record: Record, tail: Tail, request: Request) -> None:
-        """Offer the last block, which is not full, of a request that has ended."""
+        """Offer the last block, which is not full, of a request that loses its blocks."""
         start = tail.block * self._index.block_size
         tokens = array("I", request.token_ids(start, start + tail.num_tokens))
         for group, table in enumerate(record.tables):
