@@ -108,6 +108,24 @@ def test_blocks_may_be_reused_as_soon_as_they_were_copied_out(store: DictStore, 
     assert blocks[[3, 4]].tolist() == [[3] * SIZE, [4] * SIZE]
 
 
+def test_a_disk_that_keeps_up_needs_little_of_the_staging_area(store: DictStore, blocks: np.ndarray) -> None:
+    """Memory is taken when it is first written."""
+    made, addresses = Transfers(store, blocks, staging_bytes=20 * SIZE), set()
+    put = store.put
+
+    def noting(items: Sequence[Record]) -> list[bytes]:
+        addresses.update(np.frombuffer(payload, np.uint8).ctypes.data for _, _, payload in items)
+        return put(items)
+
+    store.put = noting  # type: ignore[method-assign]
+    for number in range(20):
+        made.copy_out(plan(number, number))
+        collect(made, 1)
+    made.close()
+    assert len(store.kept) == 20
+    assert len(addresses) == 1
+
+
 def test_a_disk_that_cannot_keep_up_drops_and_says_so(store: DictStore, transfers: Transfers) -> None:
     store.gate.clear()
     transfers.copy_out(plan(1, *range(20)))

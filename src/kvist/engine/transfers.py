@@ -72,7 +72,8 @@ class Transfers:
         self._store, self._blocks, self._clock = store, blocks, clock
         num_staged = max(MIN_STAGED, staging_bytes // blocks.shape[1])
         self._staging = np.empty((num_staged, blocks.shape[1]), np.uint8)
-        self._free = deque(range(num_staged))
+        self._free = deque(reversed(range(num_staged)))
+        """Used from the end: what is never needed is never written, and takes no memory."""
         self._writes: queue.SimpleQueue[tuple[bytes, bytes, int] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[TransferPlan | None] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
@@ -96,7 +97,7 @@ class Transfers:
         dropped = []
         for copy in plan.copies:
             if self._free:
-                slot = self._free.popleft()
+                slot = self._free.pop()
                 self._staging[slot] = self._blocks[copy.block_id]
                 self._writes.put((copy.name, copy.about, slot))
             else:
