@@ -6,10 +6,11 @@ import pytest
 
 from helpers.deciders import make_request, make_spec
 from kvist.errors import ContextLengthError, InvalidRequestError
+from kvist.kv.block import BlockHash
 from kvist.kv.eviction import POLICIES
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
-from kvist.kv.retention import MIN_DEADLINES
+from kvist.kv.retention import MIN_DEADLINES, Retention
 from kvist.request import PrefixMiss, Request
 
 SIZE = 4
@@ -335,3 +336,13 @@ def test_flush_forgets_what_nobody_holds_of_one_owner() -> None:
     assert drive.serve(prompt(2), salt="a") == 0
     assert drive.serve(prompt(3), salt="b") == 12
     assert drive.manager.keeper.flush(None) == 6
+
+
+def test_claims_that_are_repeated_at_once_keep_their_order() -> None:
+    """Who gives way first is the same in every process."""
+    owner, retention = BlockHash(bytes(32)), Retention(0, 40)
+    for end in range(2, 40):
+        retention.claim(owner, [0, 1, end], 60, False, float(end))
+    retention.claim(owner, [0, 1], 60, False, 1.0)
+    assert [claim.deadline for claim in retention._raising] == [float(end) for end in range(2, 40)]
+    retention.check_invariants()

@@ -99,7 +99,8 @@ class Retention:
         that are repeated, as by every turn of a conversation, one is kept."""
         claim = Claim(owner, priority, pin, deadline, set())
         claim.blocks.update(islice(dict.fromkeys(block_ids), self.priority_budget if claim.raises else None))
-        known = {one for block_id in claim.blocks for one in self.by_block.get(block_id, ())}
+        # In an order that is the same in every process, as a set's is not.
+        known = dict.fromkeys(one for block_id in sorted(claim.blocks) for one in self.by_block.get(block_id, ()))
         covering = [one for one in known if one.covers(claim)]
         if not claim.blocks or covering:
             for one in covering:
