@@ -57,6 +57,19 @@ def test_a_window_gives_back_the_pages_that_nothing_after_it_touches() -> None:
     spans.check_invariants()
 
 
+def test_a_span_that_has_let_all_go_has_no_room_in_the_page_that_it_ended_in() -> None:
+    spans = make_spans()
+    span = opened(spans, 7, 5)
+    spans.trim(span, 0, 5)
+    others = [opened(spans, 7, 7), opened(spans, 7, 4)]
+    assert spans.committed_bytes == 8 * PAGE, "all there is"
+    assert spans.room(span) == 0
+    spans.close(others.pop(), 0, 0)
+    spans.grow(span, spans.room(span))
+    assert span.end == 7
+    spans.check_invariants()
+
+
 def test_the_budget_is_physical_memory() -> None:
     spans = make_spans(num_blocks=6)
     a = opened(spans, 7, 4)

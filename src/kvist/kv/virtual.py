@@ -97,6 +97,9 @@ class VirtualSpans:
     def room(self, span: Span) -> int:
         evictable = sum(self._span_pages(kept) for slot, kept in self._kept.items() if slot not in self._pinned)
         free = self._budget - self._open_pages - self._kept_pages + evictable
+        if span.end * self._block_bytes % self._page_bytes:
+            # A run that has let all go goes on in a page that is not counted.
+            free -= sum(begin == span.end for begin in span.begin)
         last_page = -(-span.end * self._block_bytes // self._page_bytes) + free // len(span.starts)
         return max(0, min(span.length, last_page * self._page_bytes // self._block_bytes) - span.end)
 
