@@ -338,6 +338,19 @@ def test_flush_forgets_what_nobody_holds_of_one_owner() -> None:
     assert drive.manager.keeper.flush(None) == 6
 
 
+def test_an_event_has_the_time_at_which_its_blocks_were_computed() -> None:
+    """However late somebody asks."""
+    drive = Drive(12)
+    request = drive.open(prompt(1))
+    drive.manager.advance(5.0)
+    assert drive.manager.allocate(request, request.num_tokens)
+    request.num_computed_tokens = request.num_tokens
+    drive.manager.commit(request)
+    drive.manager.advance(60.0)
+    (event,) = drive.manager.keeper.events.since(0, 9)
+    assert (event.kind, event.time, len(event.block_hashes)) == ("stored", 5.0, 3)
+
+
 def test_claims_that_are_repeated_at_once_keep_their_order() -> None:
     """Who gives way first is the same in every process."""
     owner, retention = BlockHash(bytes(32)), Retention(0, 40)

@@ -74,11 +74,11 @@ class Keeper:
         self._expired: dict[BlockHash, None] = {}
         """Contents that were evicted thereafter, oldest first."""
 
-    def enter(self, root: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
-        """Successive blocks of a sequence have been computed and are in the index now."""
+    def enter(self, root: BlockHash, block_hashes: Sequence[BlockHash], block_ids: Sequence[int], time: float) -> None:
+        """Successive blocks of a sequence were computed at `time` and are in the index now."""
         if block_ids:
             self._enter(block_hashes, block_ids)
-            self.events.add(self.now, "stored", "", (root,), block_hashes)
+            self.events.add(time, "stored", "", (root,), block_hashes)
 
     def enter_restored(self, restore: Restore, tokens: array[int], copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
         """A tier has brought what was missing of a prefix, which has these tokens, as far as it is `filled`."""
@@ -146,7 +146,7 @@ class Keeper:
         """Let a sequence's last block, which is not full, be found, one a group; whether it is."""
         for group, block_id in enumerate(block_ids):
             if self._index.insert_tail(group, root, tail, block_id):
-                self.enter(root, [tail.name], [block_id])
+                self.enter(root, [tail.name], [block_id], self.now)
         return all(self._index.get_tail(group, tail.name) is not None for group in range(len(block_ids)))
 
     def forget_tail(self, name: BlockHash) -> None:
