@@ -13,6 +13,7 @@ from test_sched_machine import SchedulerMachine, alone
 from helpers.deciders_tier import TieredSim
 from kvist.kv.hints import KVHints
 from kvist.kv.origins import tokens_of
+from kvist.kv.tiers import MAX_FOLLOWERS
 from kvist.request import Request, RequestStatus
 from kvist.sched.prefetch import MAX_PLANS
 
@@ -77,6 +78,21 @@ def test_the_last_block_of_who_has_ended_comes_back_as_far_as_it_begins_alike(
     new.scheduler.check_invariants()
     once_more = new.generate("more", prompt, 3)
     assert (once_more.num_cached_tokens, once_more.num_disk_tokens) == (len(prompt) - 1, 0)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6, 6)])
+def test_short_questions_behind_one_prompt_are_all_found_again(windows: tuple[int | None, ...]) -> None:
+    """As many as are looked at, and the oldest is one too many."""
+    sim = TieredSim(*windows, num_blocks=200, block_size=4)
+    asks = [[*range(8), 100 + number, 1, 2] for number in range(MAX_FOLLOWERS + 1)]
+    for number, ask in enumerate(asks):
+        sim.generate(f"first{number}", ask, 1)
+    new = TieredSim(*windows, num_blocks=200, block_size=4)
+    new.restart_from(sim)
+    new.scheduler.check_invariants()
+    requests = [new.generate(f"again{number}", ask, 1) for number, ask in enumerate(asks)]
+    assert [request.num_disk_tokens for request in requests] == [8, *[2] * MAX_FOLLOWERS]
+    assert [request.num_cached_tokens for request in requests] == [8, *[10] * MAX_FOLLOWERS]
 
 
 def test_a_last_block_that_is_damaged_costs_nothing_else() -> None:

@@ -22,13 +22,15 @@ from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvist.kv.block import HASH_BYTES, BlockHash, Tail
+from kvist.kv.block import HASH_BYTES, BlockHash, PackedNames, Tail
 from kvist.kv.origins import Origin, decode_format, encode_format, format_of, parent_of, root_of, tokens_of
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec
 from kvist.kv.trails import common_length
 
 PATIENCE = 16
+MAX_FOLLOWERS = 16
+"""Blocks behind one block that are looked at for how a prompt goes on: short questions behind one system prompt, say."""
 Tokens = Callable[[int, int], Sequence[int]]
 """Those from a position to another of a prompt."""
 Owned = dict[BlockHash, BlockHash]
@@ -58,7 +60,7 @@ class TransferPlan(NamedTuple):
 
 
 class Follower(NamedTuple):
-    """The block that stood behind another the last time: whole, or the last of a sequence that has ended."""
+    """A block that stood behind another one: whole, or the last of a sequence that has ended."""
 
     name: BlockHash
     tokens: array[int]
@@ -138,8 +140,8 @@ class TierDecider:
         self._present: tuple[dict[BlockHash, bytes], ...] = tuple({} for _ in spec.groups)
         self._storing: tuple[dict[BlockHash, bytes], ...] = tuple({} for _ in spec.groups)
         """Each with its encoded origin."""
-        self._followers: dict[BlockHash, BlockHash] = {}
-        """By the name of the block before it, or the root: the latest one in the tier, of the first group."""
+        self._followers: dict[BlockHash, bytes] = {}
+        """By the name of the block before them, or the root: the MAX_FOLLOWERS latest in the tier, of the first group."""
         self._offers: list[BlockCopy] = []
         self._restores: dict[int, TransferPlan] = {}
         self._loading: set[tuple[int, BlockHash]] = set()
@@ -198,7 +200,16 @@ class TierDecider:
     def _enter(self, group: int, block_hash: BlockHash, origin: bytes) -> None:
         self._present[group][block_hash] = origin
         if group == 0 and self._looks_inside:
-            self._followers[parent_of(origin)] = block_hash
+            parent = parent_of(origin)
+            if (others := self._without(parent, block_hash)) is None:
+                self._followers[parent] = block_hash
+            else:
+                self._followers[parent] = (others + block_hash)[-MAX_FOLLOWERS * HASH_BYTES :]
+
+    def _without(self, parent: BlockHash, block_hash: BlockHash) -> bytes | None:
+        """The names of the other followers of a block, if it has any."""
+        names = PackedNames(self._followers.get(parent, b""))
+        return b"".join(name for name in names if name != block_hash) or None
 
     def lost(self, names: Iterable[bytes]) -> tuple[Owned, Owned]:
         """Returns what is no longer in the tier, and what has never arrived."""
@@ -209,8 +220,11 @@ class TierDecider:
             if group < len(self._present):
                 if (origin := self._present[group].pop(block_hash, None)) is not None:
                     gone[block_hash] = root_of(origin)
-                    if group == 0 and self._followers.get(parent := parent_of(origin)) == block_hash:
-                        del self._followers[parent]
+                    if group == 0 and (parent := parent_of(origin)) in self._followers:
+                        if (others := self._without(parent, block_hash)) is None:
+                            del self._followers[parent]
+                        else:
+                            self._followers[parent] = others
                 if (origin := self._storing[group].pop(block_hash, None)) is not None:
                     missed[block_hash] = root_of(origin)
         return gone, missed
@@ -255,19 +269,20 @@ class TierDecider:
     def _follower(
         self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], length: int, num_tokens: int, token_ids: Tokens
     ) -> tuple[Follower | None, int]:
-        """The block behind a prompt's first `length` blocks that begins as the prompt goes on, and for how many tokens. With the
+        """The block behind a prompt's first `length` blocks that begins most like what follows, and for how many tokens. With the
         last token, which is computed anyway, it is half a block, or not worth it."""
-        name = self._followers.get(hashes[length - 1] if length else root)
+        names = self._followers.get(hashes[length - 1] if length else root)
         begin, end = length * self._size, min((length + 1) * self._size, num_tokens) - 1
-        if name is None or 2 * (end - begin + 1) < self._size:
+        if names is None or 2 * (end - begin + 1) < self._size:
             return None, 0
-        tokens = tokens_of(self._present[0][name])
-        copied = common_length(tokens, token_ids(begin, end))
-        names = [*hashes[:length], name]
-        worth = 2 * (copied + 1) >= self._size and all(
-            name in present or index.get(group, names, length) is not None for group, present in enumerate(self._present)
-        )
-        return (Follower(name, tokens), copied) if worth else (None, 0)
+        best, most, asked = None, 0, token_ids(begin, end)
+        for name in reversed(PackedNames(names)):
+            copied = common_length(tokens := tokens_of(self._present[0][name]), asked)
+            if (best is None or copied > most) and 2 * (copied + 1) >= self._size:
+                prefix = [*hashes[:length], name]
+                if all(name in there or index.get(group, prefix, length) is not None for group, there in enumerate(self._present)):
+                    best, most = Follower(name, tokens), copied
+        return best, most
 
     def reach(self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> int:
         """How many tokens of a prompt, without its last, device and tier hold together."""
@@ -341,7 +356,9 @@ class TierDecider:
         assert len(self._loading) == len(pinned)
         for present, storing in zip(self._present, self._storing, strict=True):
             assert not present.keys() & storing.keys()
-        for parent, block_hash in self._followers.items():
-            assert parent_of(self._present[0][block_hash]) == parent
+        for parent, packed in self._followers.items():
+            names = PackedNames(packed)
+            assert 0 < len(names) == len(set(names)) <= MAX_FOLLOWERS
+            assert all(parent_of(self._present[0][name]) == parent for name in names)
         for copy in self._offers:
             assert copy.block_hash in self._storing[copy.group]
