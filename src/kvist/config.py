@@ -106,8 +106,8 @@ class EngineOptions:
     kv_allocator: str = "paged"
     eviction_policy: str | None = None
     """None: density, where there is a choice (paged blocks)."""
-    kv_pin_budget: float = 0.25
-    kv_priority_budget: float = 0.5
+    kv_pin_budget: float | None = None
+    kv_priority_budget: float | None = None
     num_threads: int | None = None
     pin_threads: bool = False
     isa: Isa = "auto"
@@ -195,11 +195,7 @@ def check_options(options: EngineOptions) -> None:
     require_one_of(options.kv_allocator, KV_ALLOCATORS, "kv_allocator")
     if options.eviction_policy is not None:
         require_one_of(options.eviction_policy, EVICTION_POLICIES, "eviction_policy")
-        if options.kv_allocator != "paged":
-            raise ConfigError(
-                f"kv_allocator={options.kv_allocator} keeps whole spans, least recently used first: leave eviction_policy out, or "
-                "choose paged."
-            )
+    _check_keeping(options)
     if options.quantization is not None:
         require_one_of(options.quantization, QUANTIZATIONS, "quantization")
         if options.dtype != "auto":
@@ -226,13 +222,6 @@ def check_options(options: EngineOptions) -> None:
         )
     if not (isinstance(options.watermark, (int, float)) and 0.0 <= options.watermark < 1.0):
         raise ConfigError(f"watermark is the share of the pool kept free, in [0, 1), not {options.watermark!r}.")
-    if not (isinstance(options.kv_pin_budget, (int, float)) and 0.0 <= options.kv_pin_budget < 1.0):
-        raise ConfigError(f"kv_pin_budget is the share of the pool that may be pinned, in [0, 1), not {options.kv_pin_budget!r}.")
-    if not (isinstance(options.kv_priority_budget, (int, float)) and 0.0 < options.kv_priority_budget <= 1.0):
-        raise ConfigError(
-            "kv_priority_budget is the share of the pool for prefixes of raised priority, above 0 and at most 1, not "
-            f"{options.kv_priority_budget!r}."
-        )
     if options.seed is not None and (not isinstance(options.seed, int) or isinstance(options.seed, bool)):
         raise ConfigError(f"seed must be a whole number, not {options.seed!r}.")
     if options.kv_allocator == "contiguous" and options.enable_prefix_caching and options.use_cache:
@@ -245,6 +234,17 @@ def check_options(options: EngineOptions) -> None:
         raise ConfigError("num_kv_blocks and kv_cache_memory both size the pool; give one of them.")
     if options.kv_cache_memory is not None:
         parse_memory(options.kv_cache_memory, free=1 << 40)
+
+
+def _check_keeping(options: EngineOptions) -> None:
+    """The options about what is kept of prefixes; only paged memory has them to choose."""
+    for name in ("eviction_policy", "kv_pin_budget", "kv_priority_budget"):
+        if getattr(options, name) is not None and options.kv_allocator != "paged":
+            raise ConfigError(f"{name} is for paged memory, not kv_allocator={options.kv_allocator}: leave out one of them.")
+    if (pins := options.kv_pin_budget) is not None and not (isinstance(pins, (int, float)) and 0.0 <= pins < 1.0):
+        raise ConfigError(f"kv_pin_budget is the share of the pool that may be pinned, in [0, 1), not {pins!r}.")
+    if (raised := options.kv_priority_budget) is not None and not (isinstance(raised, (int, float)) and 0.0 < raised <= 1.0):
+        raise ConfigError(f"kv_priority_budget is the share of the pool for raised priorities, in (0, 1], not {raised!r}.")
 
 
 def resolve(
@@ -295,8 +295,8 @@ def resolve(
         use_cache=options.use_cache,
         watermark=options.watermark,
         eviction_policy=options.eviction_policy or EVICTION_POLICIES[0],
-        kv_pin_budget=options.kv_pin_budget,
-        kv_priority_budget=options.kv_priority_budget,
+        kv_pin_budget=0.25 if options.kv_pin_budget is None else options.kv_pin_budget,
+        kv_priority_budget=options.kv_priority_budget or 0.5,
         isa=isa,
         profile=profile,
         num_threads=num_threads,

@@ -86,6 +86,7 @@ def test_explain_tells_hit_reason_and_nearest_prompt(client: httpx.Client) -> No
     told = ask(client, "explain", {"prompt": [*prompt[:20], *ids(2, 2)]})
     assert (told["hit_tokens"]["device"], told["miss"]) == (20, {"reason": "never_seen", "position": 20})
     assert told["nearest"]["common_tokens"] == 20
+    assert told["nearest"]["seconds_ago"] == round(told["nearest"]["seconds_ago"], 3)
     told = ask(client, "explain", {"prompt": [*prompt[:40], 7]})
     assert (told["hit_tokens"]["device"], told["miss"]) == (40, {"reason": "last_token", "position": 40})
     told = ask(client, "explain", {"prompt": [*prompt[:40], 7, 7]})

@@ -146,13 +146,15 @@ _ENGINE: dict[str, Any] = {
         ),
     ],
     "kv_pin_budget": Annotated[
-        float, option(panel="Memory", help="Share of the pool that requests may pin (kv.pin); 0 refuses pins.")
+        float | None,
+        option(panel="Memory", help="Share of the pool that requests may pin (kv.pin), 0.25 unless given; 0 refuses pins."),
     ],
     "kv_priority_budget": Annotated[
-        float,
+        float | None,
         option(
             panel="Memory",
-            help="Share of the pool for prefixes of kv.priority above 50; beyond it the oldest are ordinary again.",
+            help="Share of the pool for prefixes of kv.priority above 50, 0.5 unless given; beyond it the oldest are ordinary "
+            "again.",
         ),
     ],
     "num_threads": Annotated[

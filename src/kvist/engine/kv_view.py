@@ -1,8 +1,8 @@
 """What users may ask about KV memory, answered on the engine thread between steps, as plain data that prints as JSON.
 
 It reads deciders and copies what it tells; a listing copies arrays and leaves the work on them to `Blocks`, which any thread may
-do. `salt` names whose prefixes are meant; None (a server without keys asks so): everybody's. Nothing tells one tenant of another's
-blocks, neither by names nor by counts. Times are seconds ago.
+do. `salt` names whose prefixes are meant; None (a server without keys asks so): everybody's. Nothing tells one tenant which
+blocks another has, by names or counts; how full the pool is in all everybody hears. Times are seconds ago.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class KVView:
             "hit_tokens": {"device": found, "disk": on_disk},
             "block_size": size,
             "miss": {name: _round(value) for name, value in miss.items() if value is not None},
-            "nearest": None if nearest is None else nearest._asdict(),
+            "nearest": None if nearest is None else {name: _round(value) for name, value in nearest._asdict().items()},
         }
 
     def pin(self, now: float, salt: str, token_ids: list[int], hints: KVHints | None) -> dict[str, Any]:
