@@ -116,8 +116,8 @@ class EngineOptions:
     watermark: float = 0.01
     kv_tiers: str | None = None
     """Where blocks are kept besides the pool: "disk=20GiB:/path"."""
-    kv_tier_fsync: SyncPolicy = "segment"
-    """When what is written is forced to the disk: after each batch, when a segment is full, or when the system likes."""
+    kv_tier_fsync: SyncPolicy | None = None
+    """When what is written is forced to the disk: after each batch, when a segment is full (the default), or never by kvist."""
 
 
 @dataclass(frozen=True)
@@ -216,19 +216,14 @@ def check_options(options: EngineOptions) -> None:
     if options.pin_threads and (options.isa == "numpy" or not hasattr(os, "sched_setaffinity")):
         where = "isa=numpy has none of its own" if options.isa == "numpy" else "this system cannot bind them"
         raise ConfigError(f"pin_threads binds the native kernels' threads to CPUs, and {where}; leave it out.")
-    if options.block_size % BLOCK_MULTIPLE or options.block_size > MAX_BLOCK_SIZE:
-        raise ConfigError(
-            f"block_size must be a multiple of {BLOCK_MULTIPLE}, at most {MAX_BLOCK_SIZE:,}, not {options.block_size}."
-        )
+    if (size := options.block_size) % BLOCK_MULTIPLE or size > MAX_BLOCK_SIZE:
+        raise ConfigError(f"block_size must be a multiple of {BLOCK_MULTIPLE}, at most {MAX_BLOCK_SIZE:,}, not {size}.")
     if not (isinstance(options.watermark, (int, float)) and 0.0 <= options.watermark < 1.0):
         raise ConfigError(f"watermark is the share of the pool kept free, in [0, 1), not {options.watermark!r}.")
     if options.seed is not None and (not isinstance(options.seed, int) or isinstance(options.seed, bool)):
         raise ConfigError(f"seed must be a whole number, not {options.seed!r}.")
     if options.kv_allocator == "contiguous" and options.enable_prefix_caching and options.use_cache:
-        raise ConfigError(
-            "kv_allocator=contiguous shares no prefixes: add --no-enable-prefix-caching (enable_prefix_caching=False), or choose "
-            "paged or virtual."
-        )
+        raise ConfigError("kv_allocator=contiguous shares no prefixes: add --no-enable-prefix-caching, or choose paged or virtual.")
     parse_tiers(options)
     if options.num_kv_blocks is not None and options.kv_cache_memory is not None:
         raise ConfigError("num_kv_blocks and kv_cache_memory both size the pool; give one of them.")
@@ -239,8 +234,12 @@ def check_options(options: EngineOptions) -> None:
 def _check_keeping(options: EngineOptions) -> None:
     """The options about what is kept of prefixes; only paged memory has them to choose."""
     for name in ("eviction_policy", "kv_pin_budget", "kv_priority_budget"):
-        if getattr(options, name) is not None and options.kv_allocator != "paged":
+        if getattr(options, name) is None:
+            continue
+        if options.kv_allocator != "paged":
             raise ConfigError(f"{name} is for paged memory, not kv_allocator={options.kv_allocator}: leave out one of them.")
+        if not (options.enable_prefix_caching and options.use_cache):
+            raise ConfigError(f"{name} says what is kept of prefixes: it needs enable_prefix_caching and use_cache; leave it out.")
     if (pins := options.kv_pin_budget) is not None and not (isinstance(pins, (int, float)) and 0.0 <= pins < 1.0):
         raise ConfigError(f"kv_pin_budget is the share of the pool that may be pinned, in [0, 1), not {pins!r}.")
     if (raised := options.kv_priority_budget) is not None and not (isinstance(raised, (int, float)) and 0.0 < raised <= 1.0):
@@ -371,16 +370,17 @@ def parse_memory(value: str | int | float, *, free: int) -> int:
 
 def parse_tiers(options: EngineOptions) -> DiskTier | None:
     """What `kv_tiers` asks for. Raises ConfigError, also for options that it cannot go with."""
-    require_one_of(options.kv_tier_fsync, SYNC_POLICIES, "kv_tier_fsync")
+    if options.kv_tier_fsync is not None:
+        require_one_of(options.kv_tier_fsync, SYNC_POLICIES, "kv_tier_fsync")
     if options.kv_tiers is None:
+        if options.kv_tier_fsync is not None:
+            raise ConfigError("kv_tier_fsync says how a disk tier is written, and there is none: add kv_tiers, or leave it out.")
         return None
     match = re.fullmatch(r"disk=([^:]+):(.+)", str(options.kv_tiers).strip())
-    if match is None:
+    if match is None or ",disk=" in match[2]:
         raise ConfigError(f'kv_tiers takes one tier, "disk=SIZE:FOLDER" as in disk=20GiB:/path, not {options.kv_tiers!r}.')
     if not options.enable_prefix_caching or not options.use_cache:
-        raise ConfigError(
-            "kv_tiers keeps prefixes, so it needs enable_prefix_caching and use_cache; leave it out, or turn them on."
-        )
+        raise ConfigError("kv_tiers keeps prefixes: it needs enable_prefix_caching and use_cache; leave it out, or turn them on.")
     if options.kv_allocator != "paged":
         raise ConfigError(f"kv_tiers needs kv_allocator=paged: kv_allocator={options.kv_allocator} has no blocks to bring back.")
     try:
@@ -389,7 +389,7 @@ def parse_tiers(options: EngineOptions) -> DiskTier | None:
         quota = 0
     if not quota:
         raise ConfigError(f"kv_tiers takes a size in bytes, as in disk=20GiB:/path, not {match[1]!r}.")
-    return DiskTier(quota, Path(match[2]).expanduser(), options.kv_tier_fsync)
+    return DiskTier(quota, Path(match[2]).expanduser(), options.kv_tier_fsync or "segment")
 
 
 def format_bytes(size: float) -> str:

@@ -65,7 +65,7 @@ def test_every_engine_option_has_its_flag() -> None:
         "use_cache": (["--no-use-cache"], False),
         "watermark": (["--watermark", "0.2"], 0.2),
         "kv_tiers": (["--kv-tiers", "disk=1GiB:/tmp/kvist-tier"], "disk=1GiB:/tmp/kvist-tier"),
-        "kv_tier_fsync": (["--kv-tier-fsync", "never"], "never"),
+        "kv_tier_fsync": (["--kv-tiers", "disk=1GiB:/tmp/kvist-tier", "--kv-tier-fsync", "never"], "never"),
     }
     assert set(values) == {field.name for field in fields(EngineOptions)}
     for name, (flags, value) in values.items():

@@ -306,7 +306,11 @@ def test_an_aborted_request_leaves_no_block_pinned(tmp_path: Path) -> None:
         ({"kv_tiers": "disk=1GiB:/tmp/x", "enable_prefix_caching": False}, "needs enable_prefix_caching"),
         ({"kv_tiers": "disk=1GiB:/tmp/x", "kv_allocator": "virtual"}, "needs kv_allocator=paged"),
         ({"kv_tiers": "disk=1000B:{folder}"}, "less than the 8 blocks"),
+        ({"kv_tiers": "disk=1GiB:/tmp/x,disk=1GiB:/tmp/y"}, "kv_tiers takes one tier"),
         ({"kv_tier_fsync": "sometimes"}, "kv_tier_fsync must be one of"),
+        ({"kv_tier_fsync": "never"}, "there is none: add kv_tiers"),
+        ({"eviction_policy": "lru", "enable_prefix_caching": False}, "eviction_policy says what is kept"),
+        ({"kv_pin_budget": 0.1, "use_cache": False}, "kv_pin_budget says what is kept"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ def _run(engine: EngineOptions, due: list[tuple[int, str]], kept: Any, crowd: An
         llms = {True: stack.enter_context(LLM(**asdict(engine)))}
         prefix.check_room(llms[True], crowd, prompt)
         if any(part == prefix.ALONE for _, part in due):
-            llms[False] = stack.enter_context(LLM(**asdict(replace(engine, enable_prefix_caching=False))))
+            nothing_kept = replace(engine, eviction_policy=None, kv_pin_budget=None, kv_priority_budget=None)
+            without = replace(nothing_kept, enable_prefix_caching=False)
+            llms[False] = stack.enter_context(LLM(**asdict(without)))
         for llm in llms.values():
             measure.warm_up(measure.generator(llm), llm.config.model.vocab_size)
         for done, (number, part) in enumerate(due):

@@ -17,11 +17,25 @@ from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, takes
 from kvist.cli.params import option
 from kvist.cli.terminal import print_json, progress
-from kvist.config import EngineOptions
+from kvist.config import EngineOptions, check_options
 from kvist.errors import ConfigError
 
+TIER = "disk=4GiB:{}"
 
-@takes(engine=engine_options(max_num_batched_tokens=512))
+
+def _check(engine: EngineOptions) -> None:
+    """Raises ConfigError for what no measurement with a tier can have."""
+    if engine.kv_tiers is not None:
+        raise ConfigError("kvist bench tiers makes its own tier; leave kv_tiers out, and say where with --folder.")
+    if not (engine.enable_prefix_caching and engine.use_cache) or engine.kv_allocator != "paged":
+        raise ConfigError(
+            "kvist bench tiers measures a disk tier, which keeps the prefixes of paged blocks; leave out "
+            "--no-enable-prefix-caching, --no-use-cache and --kv-allocator."
+        )
+    check_options(replace(engine, kv_tiers=TIER.format("folder")))
+
+
+@takes(engine=engine_options(check=_check, max_num_batched_tokens=512))
 def tiers_command(
     engine: EngineOptions,
     folder: Annotated[Path | None, option(help="Where the tier's folder is made; without it where temporary files go.")] = None,
@@ -31,13 +45,6 @@ def tiers_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Restoring a prefix from disk against computing it, and decoding with and without a tier's writes."""
-    if engine.kv_tiers is not None:
-        raise ConfigError("kvist bench tiers makes its own tier; leave kv_tiers out, and say where with --folder.")
-    if not (engine.enable_prefix_caching and engine.use_cache) or engine.kv_allocator != "paged":
-        raise ConfigError(
-            "kvist bench tiers measures a disk tier, which keeps the prefixes of paged blocks; leave out "
-            "--no-enable-prefix-caching, --no-use-cache and --kv-allocator."
-        )
     try:
         place = Path(tempfile.mkdtemp(prefix="kvist-tier-", dir=folder))
     except OSError as error:
@@ -67,7 +74,7 @@ def _measure(engine: EngineOptions, folder: Path, prefix_tokens: int, decode_tok
     measurements: list[measure.Measurement] = []
     work = replace(tiers.DECODE, new_tokens=decode_tokens)
     assert isinstance(work, Work)
-    with progress("Restoring", rounds) as update, LLM(**asdict(replace(engine, kv_tiers=f"disk=4GiB:{folder / 'a'}"))) as llm:
+    with progress("Restoring", rounds) as update, LLM(**asdict(replace(engine, kv_tiers=TIER.format(folder / "a")))) as llm:
         tiers.require_room(llm, prefix_tokens, work)
         for done, so_far in enumerate(
             tiers.measure_restore(llm, measure.generator(llm), folder / "a", prefix_tokens, rounds), start=1
@@ -75,11 +82,13 @@ def _measure(engine: EngineOptions, folder: Path, prefix_tokens: int, decode_tok
             measurements = so_far
             update(done)
         config = llm.config
-    with LLM(**asdict(engine)) as plain, LLM(**asdict(replace(engine, kv_tiers=f"disk=4GiB:{folder / 'b'}"))) as tiered:
+    without = replace(engine, kv_tier_fsync=None)
+    with LLM(**asdict(without)) as plain, LLM(**asdict(replace(engine, kv_tiers=TIER.format(folder / "b")))) as tiered:
         generators = measure.generator(plain), measure.generator(tiered)
         measurements += tiers.measure_decode(*generators, config.model.vocab_size, rounds, work)
         snapshot = tiered.engine.snapshot().tier
     assert snapshot is not None
+    assert config.disk_tier is not None
     return {
         "command": "tiers",
         "machine": machine.machine_facts(),
@@ -88,7 +97,7 @@ def _measure(engine: EngineOptions, folder: Path, prefix_tokens: int, decode_tok
             "profile": config.profile,
             "num_threads": config.num_threads,
             "num_kv_blocks": config.num_kv_blocks,
-            "kv_tier_fsync": engine.kv_tier_fsync,
+            "kv_tier_fsync": config.disk_tier.sync,
         },
         "prefix_tokens": prefix_tokens,
         "measurements": [measurement.as_dict() for measurement in measurements],

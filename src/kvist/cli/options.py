@@ -12,7 +12,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -202,26 +202,26 @@ _ENGINE: dict[str, Any] = {
         ),
     ],
     "kv_tier_fsync": Annotated[
-        str,
+        str | None,
         option(
             metavar=_one_of(SYNC_POLICIES),
             panel="Memory",
-            help="When blocks are forced to the disk: with each batch, with each full segment file, or when the system likes.",
+            help="When blocks are forced to disk: with each batch, each full segment file (the default), or when the system likes.",
         ),
     ],
 }
 
 
-def _build_engine(values: Mapping[str, Any]) -> EngineOptions:
+def _build_engine(values: Mapping[str, Any], check: Callable[[EngineOptions], None]) -> EngineOptions:
     options = EngineOptions(**values)
-    check_options(options)
+    check(options)
     return options
 
 
-def engine_options(only: Sequence[str] = (), **defaults: Any) -> Bundle:
-    """All of EngineOptions, or `only` some, with this command's own defaults for some fields."""
+def engine_options(only: Sequence[str] = (), *, check: Callable[[EngineOptions], None] = check_options, **defaults: Any) -> Bundle:
+    """All of EngineOptions, or `only` some, with this command's own defaults for some fields. `check` raises ConfigError."""
     standard = {field.name: field.default for field in fields(EngineOptions) if not only or field.name in only}
-    return Bundle({name: (_ENGINE[name], {**standard, **defaults}[name]) for name in standard}, _build_engine)
+    return Bundle({name: (_ENGINE[name], {**standard, **defaults}[name]) for name in standard}, partial(_build_engine, check=check))
 
 
 _SAMPLING: dict[str, Any] = {
