@@ -292,6 +292,23 @@ def test_why_a_prompt_is_missed() -> None:
     assert drive.miss == PrefixMiss("never_seen", 0)
 
 
+def test_what_was_evicted_block_by_block_is_remembered_for_longer_than_the_pool_lasts() -> None:
+    num_blocks = 1000
+    drive = Drive(num_blocks)
+    manager = drive.manager
+    drive.serve(prompt(1, 10))
+    for name in range(2, 7 * num_blocks):
+        request = drive.open([name] * (SIZE + 1))
+        manager.attach(request, manager.match(request))
+        assert manager.allocate(request, SIZE + 1)
+        request.num_computed_tokens = SIZE + 1
+        manager.commit(request)
+        manager.free(request)
+    assert drive.serve(prompt(1, 10)) == 0
+    assert drive.miss is not None
+    assert drive.miss.reason == "evicted"
+
+
 def test_a_rewritten_history_is_told_from_a_new_question() -> None:
     drive = Drive(40)
     turn = [1] * 10

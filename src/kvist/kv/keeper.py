@@ -29,7 +29,6 @@ from kvist.request import PrefixMiss
 
 GHOSTS_PER_BLOCK = 4
 """So many evictions are remembered; conversations come back after several times the pool."""
-MIN_GHOSTS = 1 << 10
 MAX_EXPIRED = 1 << 14
 TEMPLATE_TOKENS = 4
 """A prompt's last tokens may be its template's word for "now answer", which the next turn's prompt need not repeat."""
@@ -67,7 +66,7 @@ class Keeper:
         self.events = EventLog(max_event_blocks(num_blocks))
         self.now = 0.0
         self._index = index
-        self._ghosts = Ghosts(max(MIN_GHOSTS, GHOSTS_PER_BLOCK * num_blocks // (1 if self.policy.remembers else STRIDE)))
+        self._ghosts = Ghosts(GHOSTS_PER_BLOCK * num_blocks)
         self._ended = ended
         self._lapsed: set[int] = set()
         """Cached blocks whose claims have all ended by their time."""
