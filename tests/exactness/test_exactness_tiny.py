@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from helpers.tiny_engine import ISAS, Collected, Trace, drain, run, run_one, tiny_engine, trace_logits
 from kvist.config import EVICTION_POLICIES
 from kvist.engine.engine import Engine
+from kvist.kv.prefix import PrefixIndex
 from kvist.request import SamplingParams
 
 WINDOWED = (8, 24, 8, 24, 8, None)
@@ -174,6 +175,30 @@ def test_a_prefix_hit_at_every_cut_around_a_block_edge(isa, model):
     assert [one.usage.num_cached_tokens for one in outputs.values()] == [48, 48]
     assert hits > 0
     assert engine.snapshot().prompt_tokens_by_source["prefix_hit"] == hits + 48 + 96
+
+
+@everywhere
+def test_a_long_prefix_that_is_recognised_by_its_tokens(isa, model, monkeypatch):
+    """Again, turned off behind and inside a block, and gone on from: its names are recalled, and new ones follow."""
+    recalled: list[int] = []
+    recall = PrefixIndex.recall
+
+    def counted(index: PrefixIndex, *arguments: Any) -> Any:
+        found = recall(index, *arguments)
+        recalled.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(PrefixIndex, "recall", counted)
+    first = prompt(150, 6)
+    ways = {"first": first, "again": first, "behind": (*first[:144], *prompt(9, 1)), "inside": (*first[:137], *prompt(30, 2))}
+    ways["on"], ways["further"] = (*first, *prompt(140, 3)), (*first, *prompt(140, 3), *prompt(20, 4))
+    engine = tiny_engine(isa, num_kv_blocks=400, **MODELS[model])
+    trace = trace_logits(engine)
+    outputs = {name: run_all(engine, {name: tokens})[name] for name, tokens in ways.items()}
+    assert_as_alone(isa, model, trace, ways, outputs)
+    assert recalled == [0, 9, 9, 8, 9, 18]
+    assert all(outputs[name].usage.num_cached_tokens >= 16 * count for name, count in zip(ways, recalled, strict=True))
+    engine.scheduler.check_invariants()
 
 
 @everywhere

@@ -6,12 +6,14 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from helpers.deciders import Arena, make_request, make_spec
 from kvist.errors import ContextLengthError
+from kvist.kv import stretches
 from kvist.kv.manager import KVManager
 from kvist.kv.spec import first_block
 from kvist.request import Request
@@ -290,6 +292,12 @@ class WindowedMachine(ManagerMachine):
 class MixedWindowsMachine(ManagerMachine):
     windows: ClassVar[tuple[int | None, ...]] = (1, 5, 9)
     num_blocks: ClassVar[int] = 20
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their tokens: those of the machine have few blocks."""
+    monkeypatch.setattr(stretches, "MIN_RECALLED", 2)
 
 
 TestManager = ManagerMachine.TestCase

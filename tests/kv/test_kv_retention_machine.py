@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -11,6 +12,7 @@ from test_kv_manager_machine import SIZE, ManagerMachine
 
 from helpers.deciders import Arena, make_request, make_spec
 from kvist.errors import ContextLengthError, InvalidRequestError
+from kvist.kv import stretches
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
 
@@ -115,6 +117,12 @@ class LruMachine(RetentionMachine):
     policy: ClassVar[str] = "lru"
     windows: ClassVar[tuple[int | None, ...]] = (None, 6)
     num_blocks: ClassVar[int] = 24
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their tokens: those of the machine have few blocks."""
+    monkeypatch.setattr(stretches, "MIN_RECALLED", 2)
 
 
 TestDensity = RetentionMachine.TestCase

@@ -22,9 +22,9 @@ HASH_BYTES = 32
 TOKEN_BYTES = 4
 
 
-def name_at(names: bytes | bytearray, place: int) -> BlockHash:
+def name_at(names: bytes, place: int) -> BlockHash:
     """One of several names that stand one after the other."""
-    return BlockHash(bytes(names[HASH_BYTES * place : HASH_BYTES * (place + 1)]))
+    return BlockHash(names[HASH_BYTES * place : HASH_BYTES * (place + 1)])
 
 
 class PackedNames(Sequence[BlockHash]):
@@ -87,7 +87,8 @@ hasher_of = cast(Callable[[BlockHash], Hasher], sha256)
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    words = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+    """Packed, the same on every machine."""
+    words = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
     if sys.byteorder == "big":
         words = words[:]
         words.byteswap()

@@ -26,6 +26,7 @@ LAST_TICK = (1 << TICK_BITS) - 1
 TICKS_PER_SECOND = 4
 AT_ONCE = 64
 STRIDE = 16
+"""Of blocks that go together the first leaves a ghost, and every so many-th behind it, where there are no memos to keep."""
 STRIDE_BYTES = STRIDE * HASH_BYTES
 PROBE = 4
 """Of many contents every so many-th is looked for first: a prefix that is remembered at all is so in most of its blocks."""
