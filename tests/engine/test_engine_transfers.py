@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -106,6 +107,51 @@ def test_blocks_may_be_reused_as_soon_as_they_were_copied_out(store: DictStore, 
     (filled,) = (event for event in collect(transfers, 3) if isinstance(event, Filled))
     assert (filled.plan_id, filled.filled, filled.num_bytes) == (2, [True, True, False], 2 * SIZE)
     assert blocks[[3, 4]].tolist() == [[3] * SIZE, [4] * SIZE]
+
+
+def test_what_is_still_to_be_written_is_found(store: DictStore, blocks: np.ndarray, transfers: Transfers) -> None:
+    """The store stands still, so nothing but the staging area has it; of what it reads later, that alone says how fast it is."""
+    store.gate.clear()
+    transfers.copy_out(plan(1, 3, 4))
+    blocks[:] = 99
+    transfers.fill(plan(2, 4, 3))
+    (filled,) = collect(transfers, 2)
+    assert isinstance(filled, Filled)
+    assert (filled.plan_id, filled.filled, filled.num_bytes) == (2, [True, True], 0)
+    assert blocks[[3, 4]].tolist() == [[3] * SIZE, [4] * SIZE]
+    assert not store.kept
+    store.gate.set()
+    collect(transfers, 2)
+    store.gate.clear()
+    blocks[:] = 99
+    transfers.copy_out(plan(3, 5))
+    blocks[5] = 98
+    transfers.fill(plan(4, 5, 3))
+    deadline = time.monotonic() + 20
+    while blocks[5, 0] == 98 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    store.gate.set()
+    (filled,) = (event for event in collect(transfers, 3) if isinstance(event, Filled))
+    assert (filled.filled, filled.num_bytes) == ([True, True], SIZE)
+    assert blocks[[3, 5]].tolist() == [[3] * SIZE, [99] * SIZE]
+
+
+def test_a_name_that_is_staged_again_is_found_in_its_last_place(store: DictStore, blocks: np.ndarray, transfers: Transfers) -> None:
+    """As after a loss that was told while the block was on its way."""
+    store.gate.clear()
+    transfers.copy_out(plan(1, 3))
+    blocks[3] = 98
+    transfers.copy_out(plan(2, 3))
+    store.gate.set()
+    collect(transfers, 2)
+    store.gate.clear()
+    store.kept.clear()
+    transfers.fill(plan(3, 3))
+    store.gate.set()
+    (filled,) = collect(transfers, 1)
+    assert isinstance(filled, Filled)
+    assert filled.filled == [False], "nothing stays in the staging area"
+    assert not transfers._staged
 
 
 def test_a_disk_that_keeps_up_needs_little_of_the_staging_area(store: DictStore, blocks: np.ndarray) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -180,6 +181,34 @@ def test_swap_equals_plain(isa: str, model: str, kind: str, tmp_path: Path, monk
         assert any(record.num_tokens_found % 16 >= 8 for record in snapshot.preemption_records), "last blocks came back too"
     assert snapshot.tier is not None
     assert snapshot.tier.swaps == (snapshot.preemptions if kind == "swap" else 0)
+    engine.close()
+
+
+@everywhere
+def test_swapped_requests_find_what_is_still_to_be_written(
+    isa: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk stands still until all have ended: what comes back comes from the staging area."""
+    from kvist.kv import tiers
+
+    monkeypatch.setattr(tiers, "restore_is_cheaper", lambda *_: True)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = {f"r{number}": prompt(27, number) for number in range(4)}
+    plain = {name: cold(isa, model, tokens, params) for name, tokens in prompts.items()}
+    engine, trace = make(isa, model, tmp_path, num_kv_blocks=14 if model == "w4a8" else 39, watermark=0.0)
+    assert engine._tiers is not None
+    transfers, gate = engine._tiers._transfers, Event()
+    put = transfers._store.put
+    monkeypatch.setattr(transfers._store, "put", lambda items: put(items) if gate.wait(20) else [])
+    outputs = run(engine, prompts, params)
+    assert transfers.store_stats.stored_blocks == 0
+    gate.set()
+    for name in prompts:
+        assert (trace.of(name), outputs[name].text) == plain[name]
+    records = engine.snapshot().preemption_records
+    assert records
+    for record in records:
+        assert record.num_tokens - record.num_tokens_found < 16, "whole blocks were found"
     engine.close()
 
 

@@ -1,8 +1,8 @@
 """A pretended engine with a pretended disk tier, for tests of the deciders without a model.
 
-Bytes are the fingerprints of `helpers.deciders.Arena`. Copies out are carried out at once, as the engine does it; what was stored,
-lost or filled is told some steps later, in part, by a seeded generator: stores may be dropped, kept blocks lost, fills may fail and
-then leave rubbish in the block.
+Bytes are the fingerprints of `helpers.deciders.Arena`. Copies out are carried out at once, as the engine does it, and wait in a
+staging area until they are on the disk; what was stored, lost or filled is told some steps later, in part, by a seeded generator:
+stores may be dropped, kept blocks lost, fills may fail and then leave rubbish in the block.
 """
 
 from __future__ import annotations
@@ -20,9 +20,18 @@ from kvist.sched.prefetch import Prefetcher
 
 
 class TieredSim(Sim):
-    """`latency`: the most steps that a fill takes; `trouble`: the share of blocks that are dropped, lost or damaged."""
+    """`latency`: the most steps that a fill takes, `write_latency` that the writing of a block takes, one after the other;
+    `trouble`: the share of blocks that are dropped, lost or damaged."""
 
-    def __init__(self, *windows: int | None, latency: int = 2, trouble: float = 0.0, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        *windows: int | None,
+        latency: int = 2,
+        write_latency: int = 0,
+        trouble: float = 0.0,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
         def make(manager: KVManager) -> Prefetcher:
             assert manager.tier is not None
             self.tier = manager.tier
@@ -31,7 +40,11 @@ class TieredSim(Sim):
 
         super().__init__(*windows, prefetcher=make, **options)
         self.rng = random.Random(seed)
-        self.latency, self.trouble = latency, trouble
+        self.latency, self.write_latency, self.trouble = latency, write_latency, trouble
+        self.staged: dict[bytes, list[int | None]] = {}
+        """In the order in which they are written."""
+        self.writing = 0
+        """Steps that the first of them still takes."""
         self.disk: dict[bytes, list[int | None]] = {}
         self.about: dict[bytes, bytes] = {}
         self.under_way: list[tuple[int, TransferPlan]] = []
@@ -50,16 +63,25 @@ class TieredSim(Sim):
         if plan is None:
             return
         for copy in plan.copies:
-            assert copy.name not in self.disk, "a block is written once"
+            assert copy.name not in {*self.disk, *self.staged}, "a block is written once"
             if self.rng.random() < self.trouble:
                 self.tier.lost([copy.name])
                 continue
-            self.disk[copy.name] = list(self.arena.slots[copy.block_id])
+            self.staged[copy.name] = list(self.arena.slots[copy.block_id])
             self.about[copy.name] = copy.about
-            assert None not in self.disk[copy.name][: len(tokens_of(copy.about))]
-            self.tier.stored([copy.name])
+            assert None not in self.staged[copy.name][: len(tokens_of(copy.about))]
+        self.write()
+
+    def write(self, *, everything: bool = False) -> None:
+        while self.staged and (everything or not self.writing):
+            name = next(iter(self.staged))
+            self.disk[name] = self.staged.pop(name)
+            self.tier.stored([name])
+            self.writing = self.rng.randint(0, self.write_latency) if self.write_latency else 0
 
     def deliver(self, *, everything: bool = False) -> None:
+        self.writing = max(0, self.writing - 1)
+        self.write(everything=everything)
         late, self.under_way = self.under_way, []
         for steps, plan in late:
             if steps > 0 and not everything:
@@ -67,8 +89,9 @@ class TieredSim(Sim):
                 continue
             filled = []
             for copy in plan.copies:
-                good = copy.name in self.disk and self.rng.random() >= self.trouble
-                self.arena.slots[copy.block_id] = list(self.disk[copy.name]) if good else [0] * self.spec.block_size
+                found = self.staged.get(copy.name) or self.disk.get(copy.name)
+                good = found is not None and self.rng.random() >= self.trouble
+                self.arena.slots[copy.block_id] = list(found) if found and good else [0] * self.spec.block_size
                 filled.append(good)
             self.num_filled += sum(filled)
             self.num_failed += len(filled) - sum(filled)

@@ -186,13 +186,15 @@ def test_preemption_takes_the_cheaper_way_and_leaves_a_record(read: int | None, 
     assert (sim.num_filled > 0) == (kind == "swap")
 
 
-@pytest.mark.parametrize("latency", [0, 2])
-def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(latency: int) -> None:
-    """Those that run grow into all that is free: what is brought back too early is lost to them before its request is admitted."""
-    sim = TieredSim(num_blocks=48, max_num_batched_tokens=512, latency=latency)
+@pytest.mark.parametrize(("latency", "write_latency"), [(0, 0), (2, 0), (2, 10**6)])
+def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(latency: int, write_latency: int) -> None:
+    """Those that run grow into all that is free: what is brought back too early is lost to them before its request is admitted.
+    It is found too while it is still being written, and none of it but one block has reached the disk."""
+    sim = TieredSim(num_blocks=48, max_num_batched_tokens=512, latency=latency, write_latency=write_latency)
     sim.set_rates(10**9, 5)
     requests = [sim.add(f"r{number}", [100 * number + at for at in range(60)], 250) for number in range(8)]
-    sim.run(check=False)
+    while sim.scheduler.has_work:
+        sim.step()
     records = sim.scheduler.preemptions()
     assert len(records) > 5
     assert sum(record.num_tokens for record in records) > 1000
@@ -200,6 +202,7 @@ def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(late
         assert record.kind == "swap"
         assert record.num_tokens - record.num_tokens_found < 8, "all whole blocks were found, and last ones that were half full"
     assert any(record.num_tokens_found % 16 for record in records)
+    assert (len(sim.disk) == 1) == bool(write_latency)
     # On the device or in the tier; none was read twice.
     assert sim.num_filled <= sum(-(-record.num_tokens_found // 16) for record in records)
     for request in requests:
@@ -243,6 +246,7 @@ class TieredMachine(SchedulerMachine):
 
     trouble: ClassVar[float] = 0.15
     latency: ClassVar[int] = 3
+    write_latency: ClassVar[int] = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,6 +259,7 @@ class TieredMachine(SchedulerMachine):
             max_model_len=48,
             watermark=0.1,
             latency=self.latency,
+            write_latency=self.write_latency,
             trouble=self.trouble,
             seed=5,
         )

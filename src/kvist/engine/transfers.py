@@ -2,8 +2,9 @@
 
 It carries out plans and decides nothing but what to drop when writing cannot keep up. `copy_out` copies to a bounded staging area
 before it returns, so the blocks may be reused at once; `fill` reads straight into the plan's blocks, which stay pinned until its
-`Filled` is out. What happened comes back as events, in order, when the engine thread asks. Invariants: each name that was copied
-out ends in one `Stored` or one `Lost`; each plan to fill ends in one `Filled`, whatever fails; nothing touches the pool after
+`Filled` is out, and takes what is still in the staging area from there. What happened comes back as events, in order, when the
+engine thread asks. Invariants: each name that was copied out ends in one `Stored` or one `Lost`; each plan to fill ends in one
+`Filled`, whatever fails; a block stays in the staging area until the store has it or has failed; nothing touches the pool after
 `close`.
 """
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvist.kv.tiers import TransferPlan
+from kvist.kv.tiers import BlockCopy, TransferPlan
 from kvist.store.tier import BlockStore, Loss
 
 logger = logging.getLogger("kvist.tier")
@@ -52,6 +53,7 @@ class Filled:
     plan_id: int
     filled: list[bool]
     num_bytes: int
+    """That the store read, in so many seconds."""
     seconds: float
 
 
@@ -74,6 +76,10 @@ class Transfers:
         self._staging = np.empty((num_staged, blocks.shape[1]), np.uint8)
         self._free = deque(reversed(range(num_staged)))
         """Used from the end: what is never needed is never written, and takes no memory."""
+        self._staged: dict[bytes, int] = {}
+        """By name, the slot from which it is still to be written."""
+        self._slots = threading.Lock()
+        """Held while a slot is read by another thread than the writing one, and while it is given back."""
         self._writes: queue.SimpleQueue[tuple[bytes, bytes, int] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[TransferPlan | None] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
@@ -99,6 +105,7 @@ class Transfers:
             if self._free:
                 slot = self._free.pop()
                 self._staging[slot] = self._blocks[copy.block_id]
+                self._staged[copy.name] = slot
                 self._writes.put((copy.name, copy.about, slot))
             else:
                 dropped.append(copy.name)
@@ -157,22 +164,42 @@ class Transfers:
         except Exception:
             logger.exception("Blocks could not be written to the disk tier.")
             kept = set()
-        self._free.extend(slot for _, _, slot in batch)
+        self._give_back({name: slot for name, _, slot in batch})
         failed: dict[bytes, Loss] = {name: "failed" for name, _, _ in batch if name not in kept}
         lost = failed | self._store.take_lost()
         self._tell(Lost(lost), Stored([name for name, _, _ in batch if name in kept]))
 
+    def _give_back(self, slots: dict[bytes, int]) -> None:
+        with self._slots:
+            for name, slot in slots.items():
+                if self._staged.get(name) == slot:
+                    del self._staged[name]
+        self._free.extend(slots.values())
+
     def _read(self) -> None:
         while (plan := self._reads.get()) is not None:
+            filled = [self._fill_from_staging(copy) for copy in plan.copies]
+            rest = [number for number, done in enumerate(filled) if not done]
             started = self._clock()
-            try:
-                filled = self._store.get([(copy.name, memoryview(self._blocks[copy.block_id])) for copy in plan.copies])
-            except Exception:
-                logger.exception("Blocks could not be read from the disk tier.")
-                filled = [False] * len(plan.copies)
+            for number, done in zip(rest, self._get([plan.copies[number] for number in rest]), strict=True):
+                filled[number] = done
             seconds = self._clock() - started
-            lost = self._store.take_lost()
-            self._tell(Lost(lost), Filled(plan.plan_id, filled, sum(filled) * self._blocks.shape[1], seconds))
+            num_bytes = sum(filled[number] for number in rest) * self._blocks.shape[1]
+            self._tell(Lost(self._store.take_lost()), Filled(plan.plan_id, filled, num_bytes, seconds))
+
+    def _fill_from_staging(self, copy: BlockCopy) -> bool:
+        with self._slots:
+            slot = self._staged.get(copy.name)
+            if slot is not None:
+                self._blocks[copy.block_id] = self._staging[slot]
+        return slot is not None
+
+    def _get(self, copies: list[BlockCopy]) -> list[bool]:
+        try:
+            return self._store.get([(copy.name, memoryview(self._blocks[copy.block_id])) for copy in copies]) if copies else []
+        except Exception:
+            logger.exception("Blocks could not be read from the disk tier.")
+            return [False] * len(copies)
 
     def _tell(self, *events: Event) -> None:
         self.store_stats = self._store.stats()

@@ -8,12 +8,13 @@ its owner, and which block stood behind which: as on the device, the beginning o
 Blocks are written when they are committed, not when they are evicted: a copy is at hand in time without holding up the step that
 needs the block, a killed process leaves all but its last moments behind, and preemption by swap has nothing left to write. It costs
 writing what nobody will ask for; a block is a few hundred kilobytes for 16 tokens of work, so the disk has long idled between two.
+What is on its way there counts as there: a copy of it is at hand, and a request that comes back at once finds what it gave up.
 
 A restore is cheaper than computing again if reading its bytes at the measured rate takes less time than its tokens at theirs.
 After PATIENCE refusals in a row one is restored all the same: rates are only measured by doing it, and disks have bad moments.
 
-Invariants: a name is offered once while it is in the tier or on its way there; no block is the target of two plans; the blocks of
-a restore are held (pinned) from `prepare` to `complete`, and are found by the index only after it.
+Invariants: a name is offered once while it is kept: in the tier or on its way there; no block is the target of two plans; the
+blocks of a restore are held (pinned) from `prepare` to `complete`, and are found by the index only after it.
 """
 
 from __future__ import annotations
@@ -137,11 +138,12 @@ class TierDecider:
         self._format = encode_format(spec.kv_format, spec.block_size)
         self._formats: set[bytes] = set()
         """All that have been found in the tier."""
-        self._present: tuple[dict[BlockHash, bytes], ...] = tuple({} for _ in spec.groups)
-        self._storing: tuple[dict[BlockHash, bytes], ...] = tuple({} for _ in spec.groups)
-        """Each with its encoded origin."""
+        self._kept: tuple[dict[BlockHash, bytes], ...] = tuple({} for _ in spec.groups)
+        """In the tier or on the way there, each with its encoded origin."""
+        self._storing: set[tuple[int, BlockHash]] = set()
+        """Of these, what has not arrived."""
         self._followers: dict[BlockHash, bytes] = {}
-        """By the name of the block before them, or the root: the MAX_FOLLOWERS latest in the tier, of the first group."""
+        """By the name of the block before them, or the root: the MAX_FOLLOWERS latest that are kept, of the first group."""
         self._offers: list[BlockCopy] = []
         self._restores: dict[int, TransferPlan] = {}
         self._loading: set[tuple[int, BlockHash]] = set()
@@ -163,11 +165,12 @@ class TierDecider:
     ) -> None:
         """These blocks follow each other behind `parent`, hold these tokens, and stay as they are until `take_offers` was carried
         out."""
-        present, storing, size = self._present[group], self._storing[group], self._size
+        kept, size = self._kept[group], self._size
         for block, (block_hash, block_id) in enumerate(zip(block_hashes, block_ids, strict=True)):
-            if block_hash not in present and block_hash not in storing:
-                theirs = tokens[block * size : (block + 1) * size]
-                storing[block_hash] = origin = Origin(self._format, root, parent, theirs).encode()
+            if block_hash not in kept:
+                origin = Origin(self._format, root, parent, tokens[block * size : (block + 1) * size]).encode()
+                self._enter(group, block_hash, origin)
+                self._storing.add((group, block_hash))
                 self._offers.append(BlockCopy(block_hash, group, block_id, origin))
             parent = block_hash
 
@@ -184,21 +187,21 @@ class TierDecider:
         for name, origin in records:
             group, block_hash = parse_name(name)
             self._formats.add(format_of(origin))
-            if group < len(self._present):
+            if group < len(self._kept):
                 self._enter(group, block_hash, origin)
 
     def stored(self, names: Iterable[bytes]) -> Owned:
         """What was offered has arrived. Returns what was not known to be there."""
         new = {}
-        for name in names:
-            group, block_hash = parse_name(name)
-            if (origin := self._storing[group].pop(block_hash, None)) is not None:
-                self._enter(group, block_hash, origin)
-                new[block_hash] = root_of(origin)
+        for pair in map(parse_name, names):
+            if pair in self._storing:
+                self._storing.remove(pair)
+                group, block_hash = pair
+                new[block_hash] = root_of(self._kept[group][block_hash])
         return new
 
     def _enter(self, group: int, block_hash: BlockHash, origin: bytes) -> None:
-        self._present[group][block_hash] = origin
+        self._kept[group][block_hash] = origin
         if group == 0 and self._looks_inside:
             parent = parent_of(origin)
             if (others := self._without(parent, block_hash)) is None:
@@ -216,28 +219,27 @@ class TierDecider:
         gone: Owned = {}
         missed: Owned = {}
         for name in names:
-            group, block_hash = parse_name(name)
-            if group < len(self._present):
-                if (origin := self._present[group].pop(block_hash, None)) is not None:
-                    gone[block_hash] = root_of(origin)
-                    if group == 0 and (parent := parent_of(origin)) in self._followers:
-                        if (others := self._without(parent, block_hash)) is None:
-                            del self._followers[parent]
-                        else:
-                            self._followers[parent] = others
-                if (origin := self._storing[group].pop(block_hash, None)) is not None:
-                    missed[block_hash] = root_of(origin)
+            group, block_hash = pair = parse_name(name)
+            if group >= len(self._kept) or (origin := self._kept[group].pop(block_hash, None)) is None:
+                continue
+            (missed if pair in self._storing else gone)[block_hash] = root_of(origin)
+            self._storing.discard(pair)
+            if group == 0 and (parent := parent_of(origin)) in self._followers:
+                if (others := self._without(parent, block_hash)) is None:
+                    del self._followers[parent]
+                else:
+                    self._followers[parent] = others
         return gone, missed
 
     def keeps(self, group: int, block_hash: BlockHash) -> bool:
         """In the tier, or on its way."""
-        return block_hash in self._present[group] or block_hash in self._storing[group]
+        return block_hash in self._kept[group]
 
     # Bringing back
 
     def beside(self, tables: Sequence[Container[BlockHash]]) -> tuple[Container[BlockHash], ...]:
-        """Per group, what is on the device or in the tier."""
-        return tuple(Either(table, present) for table, present in zip(tables, self._present, strict=True))
+        """Per group, what is on the device or kept."""
+        return tuple(Either(table, kept) for table, kept in zip(tables, self._kept, strict=True))
 
     def beyond(
         self,
@@ -277,10 +279,10 @@ class TierDecider:
             return None, 0
         best, most, asked = None, 0, token_ids(begin, end)
         for name in reversed(PackedNames(names)):
-            copied = common_length(tokens := tokens_of(self._present[0][name]), asked)
+            copied = common_length(tokens := tokens_of(self._kept[0][name]), asked)
             if (best is None or copied > most) and 2 * (copied + 1) >= self._size:
                 prefix = [*hashes[:length], name]
-                if all(name in there or index.get(group, prefix, length) is not None for group, there in enumerate(self._present)):
+                if all(name in there or index.get(group, prefix, length) is not None for group, there in enumerate(self._kept)):
                     best, most = Follower(name, tokens), copied
         return best, most
 
@@ -293,8 +295,8 @@ class TierDecider:
 
     @property
     def names(self) -> Sequence[Container[BlockHash]]:
-        """Per group, what the tier has."""
-        return self._present
+        """Per group, what is kept."""
+        return self._kept
 
     @property
     def formats(self) -> list[tuple[str, int]]:
@@ -303,7 +305,7 @@ class TierDecider:
 
     @property
     def is_empty(self) -> bool:
-        return not any(self._present)
+        return not any(self._kept)
 
     def is_loading(self, restore: Restore) -> bool:
         """Whether another plan is bringing some of it."""
@@ -354,11 +356,10 @@ class TierDecider:
         pinned = list(self.pinned())
         assert len(pinned) == len(set(pinned))
         assert len(self._loading) == len(pinned)
-        for present, storing in zip(self._present, self._storing, strict=True):
-            assert not present.keys() & storing.keys()
+        assert all(block_hash in self._kept[group] for group, block_hash in self._storing)
         for parent, packed in self._followers.items():
             names = PackedNames(packed)
             assert 0 < len(names) == len(set(names)) <= MAX_FOLLOWERS
-            assert all(parent_of(self._present[0][name]) == parent for name in names)
+            assert all(parent_of(self._kept[0][name]) == parent for name in names)
         for copy in self._offers:
-            assert copy.block_hash in self._storing[copy.group]
+            assert (copy.group, copy.block_hash) in self._storing
