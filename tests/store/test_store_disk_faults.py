@@ -137,6 +137,35 @@ def test_a_disk_that_stays_full_ends_writing_not_reading(tmp_path: Path) -> None
     abandon(store)
 
 
+@pytest.mark.parametrize("sync", ["always", "segment"])
+def test_a_disk_whose_fsync_keeps_failing_ends_writing(tmp_path: Path, sync: SyncPolicy) -> None:
+    """Though each write between two of them succeeds."""
+
+    class Lying(FaultyFiles):
+        lying = False
+
+        def _call(self, kind: str) -> bool:
+            return super()._call(kind) or (self.lying and kind == "sync")
+
+    told: list[str] = []
+    files = Lying()
+    store = open_store(tmp_path, QUOTA, sync=sync, files=files, warn=told.append)
+    put(store, *names(4))
+    assert known(store) == names(4)
+    files.lying = True
+    for name in names(40, b"m"):
+        put(store, name)
+    assert len(told) == 1
+    assert told[0].endswith("keeps no new blocks: Input/output error.")
+    assert store.stats().read_only
+    assert store.stats().write_errors == MAX_FAILURES
+    assert set(known(store)) <= set(names(4)), "nothing that was not synced is there"
+    assert known(store)
+    files.lying = False
+    assert put(store, b"late") == []
+    store.close()
+
+
 @pytest.mark.parametrize("sync", POLICIES)
 def test_the_process_ends_at_any_call(tmp_path: Path, sync: SyncPolicy) -> None:
     total = sum(count_calls(tmp_path / "plain", sync).values())

@@ -5,9 +5,10 @@ it vouches for anything: nothing is mapped, so a file that is cut or damaged und
 When the quota is reached, the segment that was read or written least recently goes as a whole.
 
 It knows no blocks, hashes or groups, and no threads: one caller puts, another may get meanwhile. What is written of a cache may
-be lost at any time without harm, so an error drops what it may have touched and is counted; after MAX_FAILURES in a row the store
-only reads. Invariants: the files never exceed the quota; the index names whole records only; one process has the folder; the
-entries of a segment whose fsync failed are gone, because nobody can tell which of its pages reached the disk.
+be lost at any time without harm, so an error drops what it may have touched and is counted; after MAX_FAILURES in a row (of fsyncs,
+whatever was written between them) the store only reads. Invariants: the files never exceed the quota; the index names whole records
+only; one process has the folder; the entries of a segment whose fsync failed are gone, because nobody can tell which of its pages
+reached the disk.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ MIN_SEGMENTS = 8
 """Of a full tier: the part that one eviction takes is no larger than this share."""
 MAX_SEGMENT_BYTES = 128 << 20
 MAX_FAILURES = 8
-_FOOTER_ENTRY = segments.MAX_NAME + 16
-"""At least what a record takes in the footer, besides what is said of it."""
+_FOOTER_ENTRY = segments.MAX_NAME + 16  # At least what a record takes in the footer, besides `about`.
 
 
 @dataclass(eq=False, slots=True)
@@ -96,7 +96,7 @@ class DiskStore:
         self._active: _Active | None = None
         self._lost: dict[bytes, Loss] = {}
         self._counts = _Counts()
-        self._clock = self._number = self._failures = 0
+        self._clock = self._number = self._failures = self._sync_failures = 0
         self._closed = False
         self._lock_fd = lock_folder(folder)
         try:
@@ -132,7 +132,7 @@ class DiskStore:
                 damaged_blocks=counts.damaged,
                 write_errors=counts.write_errors,
                 read_errors=counts.read_errors,
-                read_only=self._failures >= MAX_FAILURES,
+                read_only=self._read_only,
             )
 
     def get(self, items: Sequence[Target]) -> list[bool]:
@@ -251,14 +251,14 @@ class DiskStore:
 
     def _writable(self, need: int) -> _Active | None:
         """The open segment with room for `need` bytes and its footer, within the quota; None when there can be none."""
-        if self._failures >= MAX_FAILURES:
+        if self._read_only:
             return None
         active, listed = self._active, _FOOTER_ENTRY + self._max_about
         if active is not None and active.segment.size + need + active.segment.footer_bytes + listed > self._segment_bytes:
             self._seal(active)
             active = None
         reserve = listed + (active.segment.footer_bytes if active else TRAILER)
-        if not self._make_room(need + reserve + (0 if active else SEGMENT_HEADER)):
+        if self._read_only or not self._make_room(need + reserve + (0 if active else SEGMENT_HEADER)):
             return None
         return active or self._open_segment()
 
@@ -288,10 +288,11 @@ class DiskStore:
         try:
             self._files.sync(active.fd)
         except OSError as error:
-            self._failed(error)
+            self._failed(error, of_sync=True)
             self._retire(active)
             self._drop(active.segment, "failed")
             return False
+        self._sync_failures = 0
         return True
 
     def _seal(self, active: _Active) -> None:
@@ -310,10 +311,9 @@ class DiskStore:
         if self._sync != "never" and not self._sync_active(active):
             return
         self._retire(active)
-        final = segment.path.with_suffix(".seg")
         try:
             with self._lock:
-                self._files.rename(segment.path, final)
+                self._files.rename(segment.path, final := segment.path.with_suffix(".seg"))
                 segment.path = final
             if self._sync != "never":
                 self._files.sync_folder(self._folder)
@@ -361,12 +361,17 @@ class DiskStore:
                 self._lost[name] = why
         segment.entries = {}
 
-    def _failed(self, error: OSError) -> None:
+    @property
+    def _read_only(self) -> bool:
+        return max(self._failures, self._sync_failures) >= MAX_FAILURES
+
+    def _failed(self, error: OSError, *, of_sync: bool = False) -> None:
+        writing = not self._read_only
         with self._lock:
             self._counts.write_errors += 1
-            self._failures += 1
-            stopped = self._failures == MAX_FAILURES
-        if stopped:
+            self._failures += not of_sync
+            self._sync_failures += of_sync
+        if writing and self._read_only:
             self._warn(f"The disk tier in {self._folder} keeps no new blocks: {error.strerror or error}.")
 
     def _used(self) -> int:
