@@ -15,6 +15,7 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from struct import unpack
 from typing import NamedTuple, NewType, Protocol, cast, overload
 
 BlockHash = NewType("BlockHash", bytes)
@@ -99,9 +100,9 @@ def extend_hashes(hashes: list[BlockHash], hasher: Hasher, token_ids: Sequence[i
     """Append the hashes of the blocks that follow `hashes`; `token_ids` are whole blocks that begin where the last one ended, and
     `hasher` has taken in what is before them."""
     assert len(token_ids) % block_size == 0, "only whole blocks have a hash"
-    update, digest, data, step = hasher.update, hasher.digest, encode_tokens(token_ids), TOKEN_BYTES * block_size
-    # The condition always holds; a loop with both calls takes longer.
-    hashes += [digest() for begin in range(0, len(data), step) if update(data[begin : begin + step]) is None]
+    digest, blocks = hasher.digest, unpack(len(token_ids) // block_size * f"{TOKEN_BYTES * block_size}s", encode_tokens(token_ids))
+    # Each is taken in right before its name is told.
+    hashes += [digest() for _ in map(hasher.update, blocks)]
 
 
 def tail_hash(hasher: Hasher, token_ids: Sequence[int]) -> BlockHash:

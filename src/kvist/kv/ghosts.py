@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from struct import pack, unpack
+from struct import Struct, pack, unpack
 
 from kvist.kv.block import HASH_BYTES, BlockHash
 from kvist.kv.columns import all_are, gather
@@ -28,6 +28,7 @@ AT_ONCE = 64
 STRIDE = 16
 """Of blocks that go together the first leaves a ghost, and every so many-th behind it, where there are no memos to keep."""
 STRIDE_BYTES = STRIDE * HASH_BYTES
+first_8 = Struct("<Q").unpack_from
 PROBE = 4
 """Of many contents every so many-th is looked for first: a prefix that is remembered at all is so in most of its blocks."""
 
@@ -72,8 +73,8 @@ class Ghosts:
         for names, now in self._new_some:
             tick = int(now * TICKS_PER_SECOND) & LAST_TICK
             for begin in range((len(names) - 1) // STRIDE_BYTES * STRIDE_BYTES, -1, -STRIDE_BYTES):
-                name = int.from_bytes(names[begin : begin + 7], "little")
-                ghosts[name & mask] = name >> 32 << NOTE_BITS | tick
+                (name,) = first_8(names, begin)
+                ghosts[name & mask] = (name >> 32 & 0xFFFFFF) << NOTE_BITS | tick
         self._new_some.clear()
 
     def _write_all(self) -> None:

@@ -117,6 +117,10 @@ class Seen:
     time: float = 0.0
     """When it ended."""
 
+    def token_id(self, position: int) -> int:
+        split = len(self.prompt)
+        return self.prompt[position] if position < split else self.output[position - split]
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         split = len(self.prompt)
         if stop <= split:

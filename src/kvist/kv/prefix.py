@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from kvist.kv.block import TOKEN_BYTES, BlockHash, Tail
 from kvist.kv.spec import first_block
-from kvist.kv.stretches import Removed, Stretch, StretchCopy, Stretches, blocks_of
+from kvist.kv.stretch import Stretch
+from kvist.kv.stretches import Removed, StretchCopy, Stretches, blocks_of
 from kvist.kv.uses import UseListing
 
 
@@ -95,8 +96,8 @@ class PrefixIndex:
         return None if found is None else found[0].block_ids[found[1]]
 
     def get_tail(self, group: int, name: BlockHash) -> int | None:
-        """A block that is not full, or the first of a prefix: it is found without those before it."""
-        return self._stretches.first(group, name)
+        """A block that is not full."""
+        return self._stretches.alone(group, name)
 
     def every(self, group: int, hashes: Sequence[BlockHash]) -> list[int | None]:
         """All blocks of a prefix, None for those that are missing."""

@@ -19,70 +19,36 @@ stretch knows the tokens of all its blocks or of none.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from struct import unpack
 from typing import NamedTuple
 from zlib import crc32
 
 from kvist.kv.block import HASH_BYTES, BlockHash, name_at
-from kvist.kv.uses import Notes, UseListing, noted, within
+from kvist.kv.stretch import Stretch
+from kvist.kv.uses import UseListing
 
 MAX_STRETCH = 64
 MIN_RECALLED = 8
 
 
-class Stretch:
-    """`parent` is the name of the block before its head, or the root; that block stood at `before_offset` of the stretch `before`,
-    where it was in one."""
+class Heads(NamedTuple):
+    """The stretches of one group by the names of their first blocks."""
 
-    __slots__ = ("before", "before_offset", "block_ids", "group", "names", "notes", "parent", "root", "tokens")
+    regular: dict[BlockHash, Stretch]
+    """Those that begin at a multiple of MAX_STRETCH: all but few where prefixes share whole beginnings."""
+    inside: dict[BlockHash, Stretch]
+    """Those that begin between two of these: behind a fork or a hole."""
+    alone: dict[BlockHash, Stretch]
+    """Blocks that nothing follows, whatever their number."""
 
-    def __init__(
-        self, group: int, root: BlockHash, parent: BlockHash, before: Stretch | None = None, before_offset: int = 0
-    ) -> None:
-        self.group, self.root, self.parent = group, root, parent
-        self.before, self.before_offset = before, before_offset
-        self.notes: Notes = ()
-        """What is noted of a block that was taken out belongs to the last one."""
-        self.names = self.tokens = b""
-        """One after the other."""
-        self.block_ids = array("I")
+    def at(self, block: int) -> dict[BlockHash, Stretch]:
+        return self.inside if block % MAX_STRETCH else self.regular
 
-    def name(self, offset: int) -> BlockHash:
-        return name_at(self.names, offset)
-
-    def holds(self, offset: int, name: BlockHash) -> bool:
-        return self.names.startswith(name, HASH_BYTES * offset)
-
-    def reach(self, offset: int, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
-        """How many names from `offset` on are those of the prefix `hashes` from `start` on, up to `stop`."""
-        most = min(len(self.block_ids) - offset, stop - start)
-        if most <= 0:
-            return 0
-        if self.holds(offset + most - 1, hashes[start + most - 1]):
-            return most
-        return bisect_left(range(most), True, key=lambda block: not self.holds(offset + block, hashes[start + block]))
-
-    def common_blocks(self, tokens: bytes, block_bytes: int) -> int:
-        """How many leading blocks hold these tokens."""
-        tokens = tokens[: len(self.tokens)]
-        most = len(tokens) // block_bytes
-        if self.tokens.startswith(tokens):
-            return most
-        return bisect_left(range(most), True, key=lambda block: not self.tokens.startswith(tokens[: (block + 1) * block_bytes]))
-
-    def pass_notes_on(self) -> None:
-        """The stretch is about to go: its notes move to the block before it."""
-        behind = self
-        while behind.before is not None and not behind.before.block_ids:
-            behind = behind.before
-        if (target := behind.before) is not None:
-            # What has been there may be gone, or be another's now; only the head stays the same for good.
-            offset = behind.before_offset if target.holds(behind.before_offset, behind.parent) else 0
-            for _, finds, used_at in self.notes:
-                target.notes = noted(target.notes, offset, finds, used_at)
+    def remove(self, name: BlockHash) -> None:
+        if self.regular.pop(name, None) is None and self.inside.pop(name, None) is None:
+            del self.alone[name]
 
 
 class Removed(NamedTuple):
@@ -109,14 +75,17 @@ class Stretches:
 
     def __init__(self, num_blocks: int, num_groups: int, block_bytes: int, recalled: int | None) -> None:
         self._of: list[Stretch | None] = [None] * num_blocks
-        self._heads: tuple[dict[BlockHash, Stretch], ...] = tuple({} for _ in range(num_groups))
+        self._heads = tuple(Heads({}, {}, {}) for _ in range(num_groups))
         self._block_bytes, self._recalled = block_bytes, recalled
         self._beginnings: dict[int, Stretch] = {}
         """By a checksum of the name before it and its first block's tokens: the latest with that."""
 
     def __iter__(self) -> Iterator[Stretch]:
-        for heads in self._heads:
-            yield from heads.values()
+        for group in range(len(self._heads)):
+            yield from self._of_group(group)
+
+    def _of_group(self, group: int) -> Iterator[Stretch]:
+        return chain.from_iterable(map(dict.values, self._heads[group]))
 
     def of(self, block_id: int) -> Stretch | None:
         return self._of[block_id]
@@ -129,31 +98,33 @@ class Stretches:
     def find(self, group: int, hashes: Sequence[BlockHash], block: int) -> tuple[Stretch, int] | None:
         """Where the block number `block` of a prefix is."""
         heads, begin = self._heads[group], block - block % MAX_STRETCH
-        stretch = heads.get(hashes[begin])
+        stretch = heads.regular.get(hashes[begin])
         if stretch is not None and stretch.holds(block - begin, hashes[block]):
             return stretch, block - begin
-        for first in range(block, begin, -1):
-            if (stretch := heads.get(hashes[first])) is not None:
+        for first in range(block, begin, -1) if heads.inside else ():
+            if (stretch := heads.inside.get(hashes[first])) is not None:
+                if stretch.holds(block - first, hashes[block]):
+                    return stretch, block - first
                 # The block of this name is here, so no stretch that begins before it reaches beyond it.
-                return (stretch, block - first) if stretch.holds(block - first, hashes[block]) else None
-        return None
+                break
+        alone = heads.alone.get(hashes[block])
+        return None if alone is None else (alone, 0)
 
     def note(self, group: int, hashes: Sequence[BlockHash], block: int, finds: int, used_at: float) -> None:
         """A request found, so many times, or used the block number `block` of a prefix, if that is here."""
         if (place := self.find(group, hashes, block)) is not None:
-            stretch, offset = place
-            stretch.notes = noted(stretch.notes, offset, finds, used_at)
+            place[0].note(place[1], finds, used_at)
 
-    def first(self, group: int, name: BlockHash) -> int | None:
-        """The block of this name, if it is the first of a stretch."""
-        stretch = self._heads[group].get(name)
+    def alone(self, group: int, name: BlockHash) -> int | None:
+        """The block of this name that was entered alone."""
+        stretch = self._heads[group].alone.get(name)
         return None if stretch is None else stretch.block_ids[0]
 
     def leading(self, group: int, hashes: Sequence[BlockHash], limit: int, found: array[int] | None = None) -> array[int]:
         """The first blocks of a prefix, up to the first that is missing; of them `found` is known, and gets the others."""
         heads, found = self._heads[group], array("I") if found is None else found
         length = len(found)
-        while length < limit and (stretch := heads.get(hashes[length])) is not None:
+        while length < limit and (stretch := heads.at(length).get(hashes[length])) is not None:
             count = stretch.reach(0, hashes, length, limit)
             found += stretch.block_ids[:count]
             length += count
@@ -163,7 +134,7 @@ class Stretches:
         """All blocks of a prefix, None for those that are missing."""
         heads, found = self._heads[group], list[int | None]()
         while (block := len(found)) < len(hashes):
-            if (stretch := heads.get(hashes[block])) is None:
+            if (stretch := heads.at(block).get(hashes[block])) is None:
                 found.append(None)
             else:
                 found += stretch.block_ids[: stretch.reach(0, hashes, block, len(hashes))]
@@ -196,7 +167,7 @@ class Stretches:
         while block < stop:
             if stretch is not None and (known := stretch.reach(offset, hashes, block, stop)):
                 block, offset = block + known, offset + known
-            elif (head := heads.get(hashes[block])) is not None:
+            elif (head := heads.at(block).get(hashes[block])) is not None:
                 stretch, offset = head, 0
             else:
                 end = self._first_head(heads, hashes, block + 1, stop)
@@ -208,18 +179,22 @@ class Stretches:
 
     def insert_alone(self, group: int, root: BlockHash, parent: BlockHash, name: BlockHash, block_id: int) -> bool:
         """Enter a block that nothing follows; whether no other has its name."""
-        if name in self._heads[group]:
+        if name in self._heads[group].alone:
             return False
-        stretch = self._heads[group][name] = self._of[block_id] = Stretch(group, root, parent)
+        stretch = self._heads[group].alone[name] = self._of[block_id] = Stretch(group, root, parent)
         stretch.names = name
         stretch.block_ids.append(block_id)
         return True
 
-    def _first_head(self, heads: dict[BlockHash, Stretch], hashes: Sequence[BlockHash], start: int, stop: int) -> int:
+    def _first_head(self, heads: Heads, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
         """What is missing ends with a head: a block that follows in a stretch has one before it."""
-        if heads.keys().isdisjoint(hashes[start:stop]):
+        for block in range(start + -start % MAX_STRETCH, stop, MAX_STRETCH):
+            if hashes[block] in heads.regular:
+                stop = block
+                break
+        if not heads.inside or heads.inside.keys().isdisjoint(hashes[start:stop]):
             return stop
-        return next(block for block in range(start, stop) if hashes[block] in heads)
+        return next(block for block in range(start, stop) if hashes[block] in heads.inside)
 
     def _append(
         self,
@@ -238,9 +213,9 @@ class Stretches:
         while stretch is None or block < stop:
             if stretch is None or not block % MAX_STRETCH or offset < len(stretch.block_ids):
                 stretch = Stretch(group, root, hashes[block - 1] if block else root, stretch, offset - 1)
-                self._heads[group][hashes[block]] = stretch
-            elif stretch.notes:
-                stretch.notes = within(stretch.notes, offset)
+                self._heads[group].at(block)[hashes[block]] = stretch
+            else:
+                stretch.pin_notes()
             end = min(stop, block - block % MAX_STRETCH + MAX_STRETCH)
             ids = block_ids[block - start : end - start]
             stretch.names += b"".join(hashes[block:end])
@@ -305,9 +280,9 @@ class Stretches:
         if keep:
             self._shorten(stretch, keep)
         else:
-            if stretch.notes:
+            if stretch.before is not None:
                 stretch.pass_notes_on()
-            del self._heads[stretch.group][name_at(names, 0)]
+            self._heads[stretch.group].remove(name_at(names, 0))
             if stretch.tokens and self._beginnings.get(place := self._beginning(stretch)) is stretch:
                 del self._beginnings[place]
             # Those behind it may lead here until they are gone.
@@ -323,12 +298,13 @@ class Stretches:
         if keep == len(stretch.block_ids):
             return
         behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1), stretch, keep - 1)
+        stretch.pin_notes()
         behind.notes = tuple((offset - keep, finds, used_at) for offset, finds, used_at in stretch.notes if offset >= keep)
         stretch.notes = tuple(note for note in stretch.notes if note[0] < keep)
         behind.names, behind.block_ids = stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
         behind.tokens = stretch.tokens[self._block_bytes * keep :]
         self._shorten(stretch, keep)
-        self._heads[stretch.group][behind.name(0)] = behind
+        self._heads[stretch.group].inside[behind.name(0)] = behind
         if behind.tokens:
             self._beginnings[self._beginning(behind)] = behind
         for block_id in behind.block_ids:
@@ -340,18 +316,15 @@ class Stretches:
     def uses(self, group: int) -> UseListing:
         """What is noted in one group."""
         return UseListing(
-            {
-                one.block_ids[offset]: (finds, used_at)
-                for one in self._heads[group].values()
-                for offset, finds, used_at in within(one.notes, len(one.block_ids))
-            }
+            {one.block_ids[offset]: (finds, used_at) for one in self._of_group(group) for offset, finds, used_at in one.all_notes()}
         )
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
         names: set[tuple[int, BlockHash]] = set()
         for group, heads in enumerate(self._heads):
-            for head, stretch in heads.items():
+            assert all(len(stretch.block_ids) == 1 for stretch in heads.alone.values())
+            for head, stretch in chain.from_iterable(map(dict.items, heads)):
                 count = len(stretch.block_ids)
                 assert 0 < count <= MAX_STRETCH
                 assert (len(stretch.names), stretch.group, stretch.name(0)) == (HASH_BYTES * count, group, head)
@@ -363,7 +336,7 @@ class Stretches:
         for place, stretch in self._beginnings.items():
             assert stretch.tokens
             assert self._beginning(stretch) == place
-            assert self._heads[stretch.group][stretch.name(0)] is stretch
+            assert stretch in (heads.get(stretch.name(0)) for heads in self._heads[stretch.group])
         assert len(names) == sum(len(stretch.block_ids) for stretch in self) == self._num_placed()
 
     def _num_placed(self) -> int:

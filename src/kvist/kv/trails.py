@@ -144,11 +144,12 @@ class Trails:
 
     def extend(self, match: PrefixMatch, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> PrefixMatch:
         """The hit `match`, of whole blocks, made longer by the beginning of one more block if there is one. `hashes` are the
-        asker's names, at least of the blocks of the hit; `token_ids` are its tokens behind it, fewer than a block."""
+        asker's names, at least of the blocks of the hit; `token_ids` are its tokens behind it, at least one and fewer than a
+        block."""
         length = match.num_tokens // self._block_size
         best = 0
         sources: tuple[int, ...] = ()
-        for names, block, theirs in self._candidates(match, length, root, hashes):
+        for names, block, theirs in self._candidates(match, length, root, hashes, token_ids[0]):
             if (common := common_length(theirs, token_ids)) > best:
                 found = [self._index.get(group, names, block) for group in range(len(match.block_ids))]
                 if None not in found:
@@ -156,20 +157,22 @@ class Trails:
         return match._replace(num_tokens=match.num_tokens + best, copied_from=sources, num_copied=best) if best else match
 
     def _candidates(
-        self, match: PrefixMatch, length: int, root: BlockHash, hashes: Sequence[BlockHash]
-    ) -> Iterator[tuple[list[BlockHash], int, list[int]]]:
-        """Blocks that stood behind the `length` blocks of a hit: prefix, number in it, and tokens."""
-        begin = match.num_tokens
+        self, match: PrefixMatch, length: int, root: BlockHash, hashes: Sequence[BlockHash], token_id: int
+    ) -> list[tuple[list[BlockHash], int, list[int]]]:
+        """Blocks that stood behind the `length` blocks of a hit and begin with this token: prefix, number in it, and tokens."""
+        begin, trail, found = match.num_tokens, None, list[tuple[list[BlockHash], int, list[int]]]()
         if not length:
             trail = self._trails.get(self._beginning.get(root, 0))
-        else:
-            trail = self._trails.get(self._mark[match.block_ids[0][-1]]) if match.first_blocks[0] < length else None
-        if trail is not None and len(trail.hashes) > length and (not length or trail.hashes[length - 1] == hashes[length - 1]):
-            yield trail.hashes, length, trail.token_ids(begin, begin + self._block_size)
+        elif match.first_blocks[0] < length:
+            trail = self._trails.get(self._mark[match.block_ids[0][-1]])
+        begins_alike = trail is not None and len(trail.hashes) > length and trail.token_id(begin) == token_id
+        if trail is not None and begins_alike and (not length or trail.hashes[length - 1] == hashes[length - 1]):
+            found.append((trail.hashes, length, trail.token_ids(begin, begin + self._block_size)))
         if self._tails and (ended := self._tails.get(hashes[length - 1] if length else root)) is not None:
             tail = self._trails[ended].tail
             assert tail is not None
-            yield [tail.name], 0, self._trails[ended].token_ids(begin, begin + tail.num_tokens)
+            found.append(([tail.name], 0, self._trails[ended].token_ids(begin, begin + tail.num_tokens)))
+        return found
 
     def check_invariants(self) -> None:
         assert len(self._ended) == len(set(self._ended)) <= MAX_PROMPTS

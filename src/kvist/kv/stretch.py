@@ -1,0 +1,102 @@
+"""One stretch: successive blocks of one prefix in one KV group, packed, and what is noted of their use.
+
+What it is for and where it is found says `kv/stretches.py`. Most requests end where their stretch does, so what is noted of the
+last block has a place of its own; what is noted of a block that was taken out belongs to the last one. It knows no other blocks
+than its own and the one before it. Invariants: names, tokens (if known) and ids are of the same blocks; other notes than the last
+block's are of different blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import inf
+
+from kvist.kv.block import HASH_BYTES, BlockHash, name_at
+from kvist.kv.uses import Notes, noted, within
+
+
+class Stretch:
+    """`parent` is the name of the block before its head, or the root; that block stood at `before_offset` of the stretch `before`,
+    where it was in one."""
+
+    __slots__ = (
+        "before",
+        "before_offset",
+        "block_ids",
+        "finds",
+        "group",
+        "names",
+        "notes",
+        "parent",
+        "root",
+        "tokens",
+        "used_at",
+    )
+
+    def __init__(
+        self, group: int, root: BlockHash, parent: BlockHash, before: Stretch | None = None, before_offset: int = 0
+    ) -> None:
+        self.group, self.root, self.parent = group, root, parent
+        self.before, self.before_offset = before, before_offset
+        self.finds, self.used_at = 0, -inf
+        """Noted of the last block."""
+        self.notes: Notes = ()
+        """Of others, or of blocks that were taken out."""
+        self.names = self.tokens = b""
+        """One after the other."""
+        self.block_ids = array("I")
+
+    def name(self, offset: int) -> BlockHash:
+        return name_at(self.names, offset)
+
+    def holds(self, offset: int, name: BlockHash) -> bool:
+        return self.names.startswith(name, HASH_BYTES * offset)
+
+    def reach(self, offset: int, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
+        """How many names from `offset` on are those of the prefix `hashes` from `start` on, up to `stop`."""
+        most = min(len(self.block_ids) - offset, stop - start)
+        if most <= 0:
+            return 0
+        if self.holds(offset + most - 1, hashes[start + most - 1]):
+            return most
+        return bisect_left(range(most), True, key=lambda block: not self.holds(offset + block, hashes[start + block]))
+
+    def common_blocks(self, tokens: bytes, block_bytes: int) -> int:
+        """How many leading blocks hold these tokens."""
+        tokens = tokens[: len(self.tokens)]
+        most = len(tokens) // block_bytes
+        if self.tokens.startswith(tokens):
+            return most
+        return bisect_left(range(most), True, key=lambda block: not self.tokens.startswith(tokens[: (block + 1) * block_bytes]))
+
+    def note(self, offset: int, finds: int, used_at: float) -> None:
+        """A request found, so many times, or used this block."""
+        if offset == len(self.block_ids) - 1:
+            self.finds += finds
+            if used_at > self.used_at:
+                self.used_at = used_at
+        else:
+            self.notes = noted(self.notes, offset, finds, used_at)
+
+    def all_notes(self) -> Notes:
+        count = len(self.block_ids)
+        notes = within(self.notes, count) if self.notes else ()
+        return notes if self.used_at == -inf else noted(notes, count - 1, self.finds, self.used_at)
+
+    def pin_notes(self) -> None:
+        """More blocks are about to follow the last one: its notes stay its own."""
+        if self.notes or self.used_at != -inf:
+            self.notes, self.finds, self.used_at = self.all_notes(), 0, -inf
+
+    def pass_notes_on(self) -> None:
+        """The stretch is about to go: its notes move to the block before it."""
+        behind = self
+        while behind.before is not None and not behind.before.block_ids:
+            behind = behind.before
+        if (target := behind.before) is not None:
+            # What has been there may be gone, or be another's now; only the head stays the same for good.
+            offset = behind.before_offset if target.holds(behind.before_offset, behind.parent) else 0
+            for _, finds, used_at in self.all_notes():
+                target.note(offset, finds, used_at)
