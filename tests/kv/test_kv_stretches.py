@@ -47,7 +47,7 @@ def recall(index: Stretches, root: BlockHash, tokens: bytes, group: int = 0) -> 
 
 
 def sizes(index: Stretches) -> list[int]:
-    return sorted(len(stretch.block_ids) for stretch in index)
+    return sorted(stretch.num_blocks for stretch in index)
 
 
 def test_a_sequence_that_grows_block_by_block_takes_few_stretches() -> None:
@@ -129,6 +129,8 @@ class Machine(RuleBasedStateMachine):
         self.index = Stretches(NUM_BLOCKS, 2, TOKEN_BYTES, 1)
         self.blocks: dict[tuple[int, BlockHash], int] = {}
         self.prefixes: list[tuple[list[BlockHash], bytes]] = []
+        self.alone: dict[BlockHash, list[BlockHash]] = {}
+        """By the name of a block that nothing follows what is before it, here or not."""
 
     def free(self) -> list[int]:
         return sorted(set(range(NUM_BLOCKS)) - set(self.blocks.values()))
@@ -153,13 +155,26 @@ class Machine(RuleBasedStateMachine):
         for block in wanted:
             self.blocks[group, names[block]] = ids[block - start]
 
+    @precondition(lambda self: self.prefixes)
+    @rule(group=st.integers(0, 1), data=st.data())
+    def enter_alone(self, group: int, data: st.DataObject) -> None:
+        names = data.draw(st.sampled_from(self.prefixes))[0]
+        before = names[: data.draw(st.integers(0, len(names)))]
+        parent = before[-1] if before else ROOT
+        name = BlockHash(sha256(parent + b"the rest").digest())
+        free = self.free()
+        if free:
+            self.alone[name] = before
+            assert self.index.insert_alone(group, ROOT, parent, name, free[0]) == ((group, name) not in self.blocks)
+            self.blocks.setdefault((group, name), free[0])
+
     @precondition(lambda self: self.blocks)
     @rule(data=st.data(), ends=st.booleans())
     def take_out(self, data: st.DataObject, ends: bool) -> None:
         """The ends of some stretches, or any blocks."""
         if ends:
             chosen = data.draw(st.lists(st.sampled_from(list(self.index)), min_size=1, max_size=3, unique=True))
-            ids = [id_ for one in chosen for id_ in one.block_ids[-data.draw(st.integers(1, len(one.block_ids))) :][::-1]]
+            ids = [id_ for one in chosen for id_ in one.block_ids()[-data.draw(st.integers(1, one.num_blocks)) :][::-1]]
             ids = ids if data.draw(st.booleans()) else ids[::2] + ids[1::2]
         else:
             ids = data.draw(st.lists(st.sampled_from(sorted(self.blocks.values())), min_size=1, max_size=5, unique=True))
@@ -189,7 +204,11 @@ class Machine(RuleBasedStateMachine):
                 assert self.index.leading(group, names, len(names)).tolist() == want[:until]
                 for block, block_id in enumerate(want):
                     found = self.index.find(group, names, block)
-                    assert (None if found is None else found[0].block_ids[found[1]]) == block_id
+                    assert (None if found is None else found[0].block_ids()[found[1]]) == block_id
+            for name, before in self.alone.items():
+                found, want_alone = self.index.find(group, [*before, name], len(before)), self.blocks.get((group, name))
+                assert (None if found is None else found[0].block_ids()[found[1]]) == want_alone
+                assert self.index.alone(group, name) == want_alone
         listed = {(copy.group, name): block_id for copy in self.index.copies() for block_id, name, _ in blocks_of(copy)}
         assert listed == self.blocks
 

@@ -88,12 +88,12 @@ class PrefixIndex:
 
     def count(self, root: BlockHash | None = None) -> int:
         """Of all indexed blocks, or those of one root; costs a look at each stretch."""
-        return sum(len(stretch.block_ids) for stretch in self._stretches if root is None or stretch.root == root)
+        return sum(stretch.num_blocks for stretch in self._stretches if root is None or stretch.root == root)
 
     def get(self, group: int, hashes: Sequence[BlockHash], block: int) -> int | None:
         """The block number `block` of a prefix."""
         found = self._stretches.find(group, hashes, block)
-        return None if found is None else found[0].block_ids[found[1]]
+        return None if found is None else found[0].block_ids()[found[1]]
 
     def get_tail(self, group: int, name: BlockHash) -> int | None:
         """A block that is not full."""
@@ -225,7 +225,7 @@ class PrefixIndex:
         self._stretches.check_invariants()
         for block_id, count in self._tails.items():
             assert 0 < count < self.block_size
-            assert len(self._stretch_of(block_id).block_ids) == 1
+            assert self._stretch_of(block_id).num_blocks == 1
 
 
 def _longest_full(table: Container[BlockHash], hashes: Sequence[BlockHash], limit: int) -> int:

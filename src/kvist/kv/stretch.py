@@ -16,37 +16,40 @@ from math import inf
 from kvist.kv.block import HASH_BYTES, BlockHash, name_at
 from kvist.kv.uses import Notes, noted, within
 
+ID_BYTES = array("I").itemsize
+
 
 class Stretch:
-    """`parent` is the name of the block before its head, or the root; that block stood at `before_offset` of the stretch `before`,
-    where it was in one."""
+    """`parent` is the name of the block before its head, or the root; that block stood in the stretch `before`, if in one."""
 
     __slots__ = (
         "before",
-        "before_offset",
-        "block_ids",
         "finds",
         "group",
         "names",
         "notes",
+        "packed_ids",
         "parent",
         "root",
         "tokens",
         "used_at",
     )
 
-    def __init__(
-        self, group: int, root: BlockHash, parent: BlockHash, before: Stretch | None = None, before_offset: int = 0
-    ) -> None:
-        self.group, self.root, self.parent = group, root, parent
-        self.before, self.before_offset = before, before_offset
+    def __init__(self, group: int, root: BlockHash, parent: BlockHash, before: Stretch | None = None) -> None:
+        self.group, self.root, self.parent, self.before = group, root, parent, before
         self.finds, self.used_at = 0, -inf
         """Noted of the last block."""
         self.notes: Notes = ()
         """Of others, or of blocks that were taken out."""
-        self.names = self.tokens = b""
+        self.names = self.tokens = self.packed_ids = b""
         """One after the other."""
-        self.block_ids = array("I")
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.packed_ids) // ID_BYTES
+
+    def block_ids(self) -> array[int]:
+        return array("I", self.packed_ids)
 
     def name(self, offset: int) -> BlockHash:
         return name_at(self.names, offset)
@@ -56,7 +59,7 @@ class Stretch:
 
     def reach(self, offset: int, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
         """How many names from `offset` on are those of the prefix `hashes` from `start` on, up to `stop`."""
-        most = min(len(self.block_ids) - offset, stop - start)
+        most = min(self.num_blocks - offset, stop - start)
         if most <= 0:
             return 0
         if self.holds(offset + most - 1, hashes[start + most - 1]):
@@ -73,7 +76,7 @@ class Stretch:
 
     def note(self, offset: int, finds: int, used_at: float) -> None:
         """A request found, so many times, or used this block."""
-        if offset == len(self.block_ids) - 1:
+        if offset == self.num_blocks - 1:
             self.finds += finds
             if used_at > self.used_at:
                 self.used_at = used_at
@@ -81,9 +84,15 @@ class Stretch:
             self.notes = noted(self.notes, offset, finds, used_at)
 
     def all_notes(self) -> Notes:
-        count = len(self.block_ids)
+        """One an offset."""
+        count = self.num_blocks
         notes = within(self.notes, count) if self.notes else ()
         return notes if self.used_at == -inf else noted(notes, count - 1, self.finds, self.used_at)
+
+    def noted_blocks(self) -> list[tuple[int, int, float]]:
+        """Of each block of which something is noted the id, the finds and the last use."""
+        block_ids = self.block_ids()
+        return [(block_ids[offset], finds, used_at) for offset, finds, used_at in self.all_notes()]
 
     def pin_notes(self) -> None:
         """More blocks are about to follow the last one: its notes stay its own."""
@@ -93,10 +102,10 @@ class Stretch:
     def pass_notes_on(self) -> None:
         """The stretch is about to go: its notes move to the block before it."""
         behind = self
-        while behind.before is not None and not behind.before.block_ids:
+        while behind.before is not None and not behind.before.packed_ids:
             behind = behind.before
         if (target := behind.before) is not None:
             # What has been there may be gone, or be another's now; only the head stays the same for good.
-            offset = behind.before_offset if target.holds(behind.before_offset, behind.parent) else 0
+            offset = max(0, target.names.find(behind.parent)) // HASH_BYTES
             for _, finds, used_at in self.all_notes():
                 target.note(offset, finds, used_at)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from kvist.kv.block import HASH_BYTES, BlockHash, name_at
-from kvist.kv.stretch import Stretch
+from kvist.kv.stretch import ID_BYTES, Stretch
 from kvist.kv.uses import UseListing
 
 MAX_STRETCH = 64
@@ -66,7 +66,7 @@ class StretchCopy(NamedTuple):
     root: BlockHash
     parent: BlockHash
     names: bytes
-    block_ids: array[int]
+    block_ids: bytes
 
 
 class Stretches:
@@ -93,7 +93,7 @@ class Stretches:
     def place(self, block_id: int) -> tuple[Stretch, int] | None:
         """A block's stretch, and where it stands in it."""
         stretch = self._of[block_id]
-        return None if stretch is None else (stretch, stretch.block_ids.index(block_id))
+        return None if stretch is None else (stretch, stretch.block_ids().index(block_id))
 
     def find(self, group: int, hashes: Sequence[BlockHash], block: int) -> tuple[Stretch, int] | None:
         """Where the block number `block` of a prefix is."""
@@ -118,7 +118,7 @@ class Stretches:
     def alone(self, group: int, name: BlockHash) -> int | None:
         """The block of this name that was entered alone."""
         stretch = self._heads[group].alone.get(name)
-        return None if stretch is None else stretch.block_ids[0]
+        return None if stretch is None else stretch.block_ids()[0]
 
     def leading(self, group: int, hashes: Sequence[BlockHash], limit: int, found: array[int] | None = None) -> array[int]:
         """The first blocks of a prefix, up to the first that is missing; of them `found` is known, and gets the others."""
@@ -126,7 +126,7 @@ class Stretches:
         length = len(found)
         while length < limit and (stretch := heads.at(length).get(hashes[length])) is not None:
             count = stretch.reach(0, hashes, length, limit)
-            found += stretch.block_ids[:count]
+            found.frombytes(stretch.packed_ids[: ID_BYTES * count])
             length += count
         return found
 
@@ -137,7 +137,7 @@ class Stretches:
             if (stretch := heads.at(block).get(hashes[block])) is None:
                 found.append(None)
             else:
-                found += stretch.block_ids[: stretch.reach(0, hashes, block, len(hashes))]
+                found += stretch.block_ids()[: stretch.reach(0, hashes, block, len(hashes))]
         return found
 
     def recall(self, root: BlockHash, tokens: bytes) -> tuple[list[BlockHash], array[int]]:
@@ -151,7 +151,7 @@ class Stretches:
             if stretch is None or stretch.parent != parent or not (count := stretch.common_blocks(piece, size)):
                 break
             found += unpack(count * f"{HASH_BYTES}s", stretch.names[: count * HASH_BYTES])
-            block_ids += stretch.block_ids[:count]
+            block_ids.frombytes(stretch.packed_ids[: ID_BYTES * count])
             parent, begin = found[-1], begin + count * size
         return found, block_ids
 
@@ -174,7 +174,7 @@ class Stretches:
                 ids = block_ids[block - start : end - start]
                 stretch = self._append(stretch, offset, group, root, hashes, block, ids, tokens)
                 new.append((block, end))
-                block, offset = end, len(stretch.block_ids)
+                block, offset = end, stretch.num_blocks
         return new
 
     def insert_alone(self, group: int, root: BlockHash, parent: BlockHash, name: BlockHash, block_id: int) -> bool:
@@ -183,7 +183,7 @@ class Stretches:
             return False
         stretch = self._heads[group].alone[name] = self._of[block_id] = Stretch(group, root, parent)
         stretch.names = name
-        stretch.block_ids.append(block_id)
+        stretch.packed_ids = array("I", (block_id,)).tobytes()
         return True
 
     def _first_head(self, heads: Heads, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
@@ -211,25 +211,25 @@ class Stretches:
         it if it ends there, and in new ones. Returns the last."""
         of, block, stop, stretch = self._of, start, start + len(block_ids), last
         while stretch is None or block < stop:
-            if stretch is None or not block % MAX_STRETCH or offset < len(stretch.block_ids):
-                stretch = Stretch(group, root, hashes[block - 1] if block else root, stretch, offset - 1)
+            if stretch is None or not block % MAX_STRETCH or offset < stretch.num_blocks:
+                stretch = Stretch(group, root, hashes[block - 1] if block else root, stretch)
                 self._heads[group].at(block)[hashes[block]] = stretch
             else:
                 stretch.pin_notes()
             end = min(stop, block - block % MAX_STRETCH + MAX_STRETCH)
             ids = block_ids[block - start : end - start]
             stretch.names += b"".join(hashes[block:end])
-            stretch.block_ids.extend(ids)
+            stretch.packed_ids += array("I", ids).tobytes()
             for block_id in ids:
                 of[block_id] = stretch
             if group == self._recalled:
                 self._learn(stretch, end, tokens)
-            block, offset = end, len(stretch.block_ids)
+            block, offset = end, stretch.num_blocks
         return stretch
 
     def _learn(self, stretch: Stretch, end: int, tokens: array[int]) -> None:
         """The stretch ends before block number `end` of a prefix with these tokens."""
-        count, size = len(stretch.block_ids), self._block_bytes // tokens.itemsize
+        count, size = stretch.num_blocks, self._block_bytes // tokens.itemsize
         if stretch.tokens:
             stretch.tokens += tokens[(end - count) * size + len(stretch.tokens) // tokens.itemsize : end * size].tobytes()
         elif count >= MIN_RECALLED:
@@ -242,15 +242,15 @@ class Stretches:
     def remove(self, block_ids: list[int]) -> list[Removed]:
         """Take out different blocks, all of them here, those of one stretch the last first."""
         removed: list[Removed] = []
-        done, count = 0, len(block_ids)
+        done, count, packed = 0, len(block_ids), array("I", block_ids[::-1]).tobytes()
         while done < count:
             stretch = self._of[block_ids[done]]
             assert stretch is not None, f"one of the blocks {block_ids} is not indexed"
-            ends = stretch.block_ids[done - count :].tolist()
-            if ends[::-1] != block_ids[done : done + len(ends)]:
+            size = min(stretch.num_blocks, count - done)
+            if not stretch.packed_ids.endswith(packed[ID_BYTES * (count - done - size) : ID_BYTES * (count - done)]):
                 return removed + self._remove_any(block_ids[done:])
-            removed.append(self._cut(stretch, ends))
-            done += len(ends)
+            removed.append(self._cut(stretch, block_ids[done : done + size][::-1]))
+            done += size
         return removed
 
     def _remove_any(self, block_ids: list[int]) -> list[Removed]:
@@ -261,8 +261,8 @@ class Stretches:
         removed: list[Removed] = []
         for stretch, ids in by_stretch.items():
             assert stretch is not None, f"one of the blocks {block_ids} is not indexed"
-            runs = [(gone, list(run)) for gone, run in groupby(stretch.block_ids.tolist(), ids.__contains__)]
-            end = len(stretch.block_ids)
+            runs = [(gone, list(run)) for gone, run in groupby(stretch.block_ids(), ids.__contains__)]
+            end = stretch.num_blocks
             # From the end inwards, so that a stretch is cut in two only where it goes on.
             for gone, run in reversed(runs):
                 if gone:
@@ -273,7 +273,7 @@ class Stretches:
 
     def _cut(self, stretch: Stretch, ends: list[int]) -> Removed:
         """Take out a stretch's last blocks, which are these."""
-        keep, of = len(stretch.block_ids) - len(ends), self._of
+        keep, of = stretch.num_blocks - len(ends), self._of
         names = stretch.names[HASH_BYTES * keep :]
         for block_id in ends:
             of[block_id] = None
@@ -291,53 +291,54 @@ class Stretches:
 
     def _shorten(self, stretch: Stretch, keep: int) -> None:
         stretch.names, stretch.tokens = stretch.names[: HASH_BYTES * keep], stretch.tokens[: self._block_bytes * keep]
-        del stretch.block_ids[keep:]
+        stretch.packed_ids = stretch.packed_ids[: ID_BYTES * keep]
 
     def _split(self, stretch: Stretch, keep: int) -> None:
         """Let what is behind the first `keep` blocks be a stretch of its own."""
-        if keep == len(stretch.block_ids):
+        if keep == stretch.num_blocks:
             return
-        behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1), stretch, keep - 1)
+        behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1), stretch)
         stretch.pin_notes()
         behind.notes = tuple((offset - keep, finds, used_at) for offset, finds, used_at in stretch.notes if offset >= keep)
         stretch.notes = tuple(note for note in stretch.notes if note[0] < keep)
-        behind.names, behind.block_ids = stretch.names[HASH_BYTES * keep :], stretch.block_ids[keep:]
+        behind.names, behind.packed_ids = stretch.names[HASH_BYTES * keep :], stretch.packed_ids[ID_BYTES * keep :]
         behind.tokens = stretch.tokens[self._block_bytes * keep :]
         self._shorten(stretch, keep)
         self._heads[stretch.group].inside[behind.name(0)] = behind
         if behind.tokens:
             self._beginnings[self._beginning(behind)] = behind
-        for block_id in behind.block_ids:
+        for block_id in behind.block_ids():
             self._of[block_id] = behind
 
     def copies(self) -> list[StretchCopy]:
-        return [StretchCopy(one.group, one.root, one.parent, one.names, one.block_ids[:]) for one in self]
+        return [StretchCopy(one.group, one.root, one.parent, one.names, one.packed_ids) for one in self]
 
     def uses(self, group: int) -> UseListing:
         """What is noted in one group."""
         return UseListing(
-            {one.block_ids[offset]: (finds, used_at) for one in self._of_group(group) for offset, finds, used_at in one.all_notes()}
+            {block_id: (finds, used_at) for one in self._of_group(group) for block_id, finds, used_at in one.noted_blocks()}
         )
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
         names: set[tuple[int, BlockHash]] = set()
         for group, heads in enumerate(self._heads):
-            assert all(len(stretch.block_ids) == 1 for stretch in heads.alone.values())
+            assert all(stretch.num_blocks == 1 for stretch in heads.alone.values())
             for head, stretch in chain.from_iterable(map(dict.items, heads)):
-                count = len(stretch.block_ids)
+                count = stretch.num_blocks
                 assert 0 < count <= MAX_STRETCH
-                assert (len(stretch.names), stretch.group, stretch.name(0)) == (HASH_BYTES * count, group, head)
+                assert (len(stretch.names), len(stretch.packed_ids)) == (HASH_BYTES * count, ID_BYTES * count)
+                assert (stretch.group, stretch.name(0)) == (group, head)
                 offsets = [note[0] for note in stretch.notes]
                 assert len(offsets) == len(set(offsets))
                 assert len(stretch.tokens) in (0, self._block_bytes * count)
-                assert all(self._of[block_id] is stretch for block_id in stretch.block_ids)
+                assert all(self._of[block_id] is stretch for block_id in stretch.block_ids())
                 names.update((group, stretch.name(offset)) for offset in range(count))
         for place, stretch in self._beginnings.items():
             assert stretch.tokens
             assert self._beginning(stretch) == place
             assert stretch in (heads.get(stretch.name(0)) for heads in self._heads[stretch.group])
-        assert len(names) == sum(len(stretch.block_ids) for stretch in self) == self._num_placed()
+        assert len(names) == sum(stretch.num_blocks for stretch in self) == self._num_placed()
 
     def _num_placed(self) -> int:
         return len(self._of) - self._of.count(None)
@@ -346,7 +347,7 @@ class Stretches:
 def blocks_of(stretch: StretchCopy) -> Iterator[tuple[int, BlockHash, BlockHash]]:
     """Of each block its id, its name and the name before it, or the root."""
     parent = stretch.parent
-    for offset, block_id in enumerate(stretch.block_ids):
+    for offset, block_id in enumerate(array("I", stretch.block_ids)):
         name = name_at(stretch.names, offset)
         yield block_id, name, parent
         parent = name
