@@ -91,6 +91,8 @@ class TieredSim(Sim):
             for copy in plan.copies:
                 found = self.staged.get(copy.name) or self.disk.get(copy.name)
                 good = found is not None and self.rng.random() >= self.trouble
+                if found is None:
+                    self.tier.lost([copy.name])
                 self.arena.slots[copy.block_id] = list(found) if found and good else [0] * self.spec.block_size
                 filled.append(good)
             self.num_filled += sum(filled)

@@ -225,6 +225,42 @@ def test_a_hit_on_the_device_is_not_evicted_for_its_own_continuation() -> None:
     assert manager.match(long).num_tokens == 20
 
 
+def test_what_is_here_of_a_longer_prefix_is_not_evicted_for_the_rest_of_it() -> None:
+    """Of 16 tokens one block was evicted, and of the windowed group the last alone is here: there is no hit without both."""
+    manager = KVManager(make_spec(None, 4, block_size=4), 16, watermark=0.0, tiered=True)
+    assert manager.tier is not None
+    request, other = make_request("first", range(17)), make_request("other", range(100, 109))
+    for one in (request, other):
+        manager.add(one)
+        while one.num_computed_tokens < one.num_tokens:
+            rows = min(4, one.num_tokens - one.num_computed_tokens)
+            assert manager.allocate(one, rows)
+            one.num_computed_tokens += rows
+            manager.commit(one)
+            manager.trim(one)
+        manager.free(one)
+    plan = manager.tier.take_offers()
+    assert plan is not None
+    manager.tier.stored(copy.name for copy in plan.copies)
+    again = make_request("again", range(17))
+    manager.add(again)
+    taken = []
+    while manager.match(again).num_tokens:
+        taken += manager.keeper.pool.take(1) or []
+    match = manager.match(again)
+    restore = manager.restorable(again, match)
+    assert restore is not None
+    assert (restore.stop, len(restore.missing), len(restore.here)) == (16, 1, 4)
+    (queued,) = manager.keeper.pool.free_queue()[:1]
+    assert queued in restore.here, "it would have been the next to go"
+    filling = manager.prepare_restore(again, restore, match)
+    assert filling is not None
+    manager.complete_restore(filling.plan_id, [True])
+    assert manager.match(again).num_tokens == 16
+    manager.keeper.pool.release(taken)
+    manager.check_invariants()
+
+
 @pytest.mark.parametrize("before", [[], [0, 1, 2, 3]])
 def test_a_last_block_that_comes_back_hides_no_whole_one_to_copy_from(before: list[int]) -> None:
     """Behind the same tokens the device has a whole block, still being written, and the tier a last one that is not full."""

@@ -13,7 +13,7 @@ from test_sched_machine import SchedulerMachine, alone
 from helpers.deciders_tier import TieredSim
 from kvist.kv.hints import KVHints
 from kvist.kv.origins import tokens_of
-from kvist.kv.tiers import MAX_FOLLOWERS
+from kvist.kv.tiers import MAX_FOLLOWERS, parse_name
 from kvist.request import Request, RequestStatus
 from kvist.sched.prefetch import MAX_PLANS
 
@@ -115,6 +115,40 @@ def test_two_that_wait_for_one_prefix_read_it_once() -> None:
     new.run()
     assert new.num_filled == 8
     assert (one.num_disk_tokens, two.num_cached_tokens, two.num_disk_tokens) == (29, 29, 0)
+
+
+def test_who_comes_after_one_that_ended_waits_for_its_plan() -> None:
+    """The plan goes on without who asked for it; the tokens that it brings are not counted as another's."""
+    sim = TieredSim(num_blocks=40, block_size=4)
+    sim.generate("first", range(30), 1)
+    new = restarted(sim, latency=6)
+    new.add("gone", range(30), 1)
+    new.step()
+    assert new.prefetcher.num_restoring == 1
+    new.end("gone")
+    request = new.generate("next", range(30), 1)
+    assert (request.num_cached_tokens, request.num_disk_tokens, new.num_filled) == (29, 0, 8)
+    assert new.num_waits > 0
+
+
+def test_one_that_is_alone_may_have_the_reserve_filled() -> None:
+    sim = TieredSim(num_blocks=20, block_size=4)
+    sim.generate("first", range(61), 1)
+    new = restarted(sim, watermark=0.3)
+    assert new.manager.watermark_blocks == 6
+    assert new.generate("again", range(61), 1).num_disk_tokens == 60
+
+
+def test_a_block_of_a_window_that_is_damaged_costs_what_it_must() -> None:
+    """The hit of 28 tokens needs the last blocks of the windowed group. Where one does not come, one of 24 needs others."""
+    sim = TieredSim(None, 4, num_blocks=60, block_size=4)
+    sim.generate("first", range(29), 1)
+    new = TieredSim(None, 4, num_blocks=60, block_size=4)
+    new.restart_from(sim)
+    windowed = [name for name in new.disk if parse_name(name)[0] == 1]
+    del new.disk[windowed[-1]]
+    request = new.generate("again", range(29), 1)
+    assert (request.num_cached_tokens, new.num_failed) == (24, 1)
 
 
 def test_a_slow_disk_is_waited_for_as_long_as_computing_takes() -> None:

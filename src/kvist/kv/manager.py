@@ -280,7 +280,7 @@ class KVManager:
             self._keeper.claim(record.root, self.cached(record.hashes[: request.num_prompt_tokens // self._block_size]), request.kv)
 
     def prepare_restore(self, request: Request, restore: Restore, match: PrefixMatch) -> TransferPlan | None:
-        """Hold blocks for what a tier will bring, and none of the hit `match`; None, and nothing changed, when too few are free."""
+        """Hold blocks for what a tier will bring: see `Restores.prepare`."""
         assert self._restores is not None
         return self._restores.prepare(restore, self._records[request.request_id], match)
 

@@ -209,15 +209,15 @@ class PrefixIndex:
             agreed = length == before
         return length
 
-    def missing(self, hashes: Sequence[BlockHash], length: int) -> list[tuple[int, int]]:
-        """(group, number) of the blocks that a prefix of `length` blocks needs and that are not here, in the order of positions."""
+    def needed(self, hashes: Sequence[BlockHash], length: int) -> list[tuple[int, int, int | None]]:
+        """(group, number, block if it is here) of what a prefix of `length` blocks needs, in the order of positions."""
         position, tables = length * self.block_size, self.among(hashes[:length])
         firsts = [first_block(position, window, self.block_size) for window in self._windows]
         return [
-            (group, block)
+            (group, block, table.get(hashes[block]))
             for block in range(min(firsts), length)
             for group, (table, first) in enumerate(zip(tables, firsts, strict=True))
-            if block >= first and hashes[block] not in table
+            if block >= first
         ]
 
     def check_invariants(self) -> None:

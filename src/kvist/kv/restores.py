@@ -28,12 +28,14 @@ class Restores:
         return self._tier.beyond(self._index, record.root, record.hashes, request.num_tokens, match, request.token_ids)
 
     def prepare(self, restore: Restore, record: Record, match: PrefixMatch) -> TransferPlan | None:
-        """Hold blocks for it, and none of the hit `match`; None, and nothing changed, when too few are free."""
+        """Hold blocks for it, and none of the hit `match`, nor of what it needs besides and is here; None, and nothing changed,
+        when too few are free."""
         pool = self._keeper.pool
         hit = [block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]]
-        pool.share(hit)
+        kept = list(dict.fromkeys([*hit, *restore.here]))
+        pool.share(kept)
         taken = pool.take(len(restore.missing))
-        pool.release(hit[::-1])
+        pool.release(kept[::-1])
         if taken is None:
             return None
         plan = self._tier.prepare(restore, taken)

@@ -84,6 +84,8 @@ class Restore(NamedTuple):
     """Whole blocks in [0, stop)."""
     follower: Follower | None = None
     """The block behind these that begins with the tokens from there to `stop`."""
+    here: tuple[int, ...] = ()
+    """The blocks that the device has of all these."""
 
     def tail(self, block_size: int) -> Tail | None:
         """The follower, if it is not full."""
@@ -146,7 +148,8 @@ class TierDecider:
         """By the name of the block before them, or the root: the MAX_FOLLOWERS latest that are kept, of the first group."""
         self._offers: list[BlockCopy] = []
         self._restores: dict[int, TransferPlan] = {}
-        self._loading: set[tuple[int, BlockHash]] = set()
+        self._loading: dict[tuple[int, BlockHash], int] = {}
+        """And by which plan."""
         self._num_plans = 0
         self._refusals = 0
         self.num_refused = 0
@@ -259,14 +262,16 @@ class TierDecider:
         if length == found and 2 * (stop - match.num_tokens + 1) < self._size:
             # Not worth the block that would be evicted for it.
             return None
-        pairs, names = index.missing(hashes, length), list(hashes[:length])
+        needed, names = index.needed(hashes, length), list(hashes[:length])
         if follower is not None:
             names.append(follower.name)
-            pairs += [(group, length) for group in range(index.num_groups) if index.get(group, names, length) is None]
+            needed += [(group, length, index.get(group, names, length)) for group in range(index.num_groups)]
+        pairs = [(group, block) for group, block, block_id in needed if block_id is None]
         if not pairs:
             return None
         missing, blocks = tuple((group, names[block]) for group, block in pairs), tuple(block for _, block in pairs)
-        return Restore(match.num_tokens, stop, missing, root, blocks, hashes, length, follower)
+        here = tuple(block_id for _, _, block_id in needed if block_id is not None)
+        return Restore(match.num_tokens, stop, missing, root, blocks, hashes, length, follower, here)
 
     def _follower(
         self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], length: int, num_tokens: int, token_ids: Tokens
@@ -307,9 +312,9 @@ class TierDecider:
     def is_empty(self) -> bool:
         return not any(self._kept)
 
-    def is_loading(self, restore: Restore) -> bool:
-        """Whether another plan is bringing some of it."""
-        return any(pair in self._loading for pair in restore.missing)
+    def loading(self, restore: Restore) -> int | None:
+        """A plan that is bringing some of it."""
+        return next((plan for pair in restore.missing if (plan := self._loading.get(pair)) is not None), None)
 
     def is_worth_it(self, restore: Restore) -> bool:
         """The cost model's answer, which counts its refusals."""
@@ -325,20 +330,21 @@ class TierDecider:
 
     def prepare(self, restore: Restore, block_ids: Sequence[int]) -> TransferPlan:
         """Fill these blocks, which the caller holds until `complete`."""
-        assert not self.is_loading(restore)
+        assert self.loading(restore) is None
         self._num_plans += 1
         pairs = zip(restore.missing, block_ids, strict=True)
         plan = TransferPlan(
             self._num_plans, tuple(BlockCopy(block_hash, group, block_id) for (group, block_hash), block_id in pairs)
         )
         self._restores[plan.plan_id] = plan
-        self._loading.update(restore.missing)
+        self._loading.update(dict.fromkeys(restore.missing, plan.plan_id))
         return plan
 
     def complete(self, plan_id: int) -> TransferPlan:
         """The plan was carried out, as far as it could be; its blocks are the caller's again."""
         plan = self._restores.pop(plan_id)
-        self._loading.difference_update((copy.group, copy.block_hash) for copy in plan.copies)
+        for copy in plan.copies:
+            del self._loading[copy.group, copy.block_hash]
         return plan
 
     @property

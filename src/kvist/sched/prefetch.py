@@ -10,14 +10,17 @@ Between its plan and its admission others may take the blocks that came, as thos
 preempted request, which is in the queue because blocks were short, has a plan only once there is room for all of it; and the first
 in the queue, if there is room for it, has another plan where blocks of the last one are gone again.
 
+Where another request's plan brings some of it already, the first in the queue waits for that one as it does for its own.
+
 It decides on integers and the step's `now`; it moves nothing. Invariants: a request has one plan at a time, and MAX_PLANS in one
-stay in the queue, so nobody waits for ever; a plan takes free blocks only, beyond the reserve that admission leaves; a request that
-left does not end its plan, whose blocks stay pinned until it is complete.
+stay in the queue, those of others that it waited for included, so nobody waits for ever; a plan takes free blocks only, beyond the
+reserve that admission leaves, which one that would run alone need not leave; a request that left does not end its plan, whose
+blocks stay pinned until it is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvist.kv.manager import KVManager
@@ -35,7 +38,7 @@ class _Wait(NamedTuple):
 
     plan_id: int | None
     start: int = 0
-    """Of all its plans."""
+    """Of all its own plans, to `stop`."""
     stop: int = 0
     deadline: float = 0.0
     num_plans: int = 1
@@ -52,7 +55,7 @@ class Prefetcher:
         self._running_plans: dict[int, str] = {}
         """And whose they are."""
 
-    def look_ahead(self, waiting: Sequence[Request], running: Iterable[Request], now: float) -> tuple[TransferPlan, ...]:
+    def look_ahead(self, waiting: Sequence[Request], running: Sequence[Request], now: float) -> tuple[TransferPlan, ...]:
         """Plans for those of these waiting requests that have had none."""
         if self._tier.is_empty:
             return ()
@@ -60,7 +63,7 @@ class Prefetcher:
         return tuple(plan for request in new if (plan := self._plan(request, running, now)) is not None)
 
     def look_at_first(
-        self, request: Request, running: Iterable[Request], now: float, *, has_room: bool
+        self, request: Request, running: Sequence[Request], now: float, *, has_room: bool
     ) -> tuple[TransferPlan, ...]:
         """A plan for the first in the queue, which would be admitted now if it `has_room`, or none."""
         if not has_room or self._tier.is_empty:
@@ -68,16 +71,22 @@ class Prefetcher:
         wait = self._waits.get(request.request_id)
         if wait is not None and (wait.plan_id is None or wait.plan_id in self._running_plans or wait.num_plans == MAX_PLANS):
             return ()
-        plan = self._plan(request, running, now)
+        plan = self._plan(request, running, now, first=True)
         return () if plan is None else (plan,)
 
-    def _plan(self, request: Request, running: Iterable[Request], now: float) -> TransferPlan | None:
+    def _plan(self, request: Request, running: Sequence[Request], now: float, *, first: bool = False) -> TransferPlan | None:
         manager, tier = self._manager, self._tier
         match = manager.match(request)
         restore = manager.restorable(request, match)
-        if restore is None or tier.is_loading(restore) or manager.is_being_computed(request, match, running):
+        if restore is None or manager.is_being_computed(request, match, running):
             return None
-        if len(restore.missing) + manager.watermark_blocks > manager.num_free_blocks:
+        last = self._waits.get(request.request_id, _Wait(None, restore.stop, restore.stop, num_plans=0))
+        deadline, num_plans = now + self._patience(restore), last.num_plans + 1
+        if (others := tier.loading(restore)) is not None:
+            if first:
+                self._waits[request.request_id] = last._replace(plan_id=others, deadline=deadline, num_plans=num_plans)
+            return None
+        if len(restore.missing) + (manager.watermark_blocks if running else 0) > manager.num_free_blocks:
             return None
         if not tier.is_worth_it(restore):
             self._waits[request.request_id] = _Wait(None)
@@ -85,9 +94,8 @@ class Prefetcher:
         plan = manager.prepare_restore(request, restore, match)
         if plan is None:
             return None
-        last = self._waits.get(request.request_id, _Wait(None, restore.start, num_plans=0))
-        start, deadline = min(last.start, restore.start), now + self._patience(restore)
-        self._waits[request.request_id] = _Wait(plan.plan_id, start, restore.stop, deadline, last.num_plans + 1)
+        start = min(last.start, restore.start)
+        self._waits[request.request_id] = _Wait(plan.plan_id, start, restore.stop, deadline, num_plans)
         self._running_plans[plan.plan_id] = request.request_id
         return plan
 
@@ -112,7 +120,8 @@ class Prefetcher:
         request_id = self._running_plans.pop(plan_id)
         wait = self._waits.get(request_id)
         if wait is not None and wait.plan_id == plan_id and not all(filled):
-            self._waits[request_id] = wait._replace(num_plans=MAX_PLANS)
+            # What is left may be of use: some blocks of windows serve one length alone.
+            self._waits[request_id] = wait._replace(num_plans=max(wait.num_plans, MAX_PLANS - 1))
 
     def swap_out(self, request: Request) -> bool:
         """A request is about to lose its blocks: have the tier keep them. Whether it is to come back from there."""
