@@ -36,9 +36,9 @@ class Lookup:
         token_ids: Callable[[int, int], list[int]],
     ) -> PrefixMatch:
         """A hit of whole blocks, and of one more what it begins with; `token_ids(start, stop)` are some of the tokens."""
-        if self._trails is None or not (rest := token_ids(match.num_tokens, self._rest_end(match, num_tokens))):
+        if self._trails is None or (end := self._rest_end(match, num_tokens)) <= match.num_tokens:
             return match
-        return self._trails.extend(match, root, hashes, rest)
+        return self._trails.extend(match, root, hashes, token_ids(match.num_tokens, end))
 
     def find_all(self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: list[int]) -> PrefixMatch:
         """What a prompt finds, `hashes` being the names of its whole blocks."""

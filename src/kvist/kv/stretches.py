@@ -286,7 +286,7 @@ class Stretches:
             if stretch.tokens and self._beginnings.get(place := self._beginning(stretch)) is stretch:
                 del self._beginnings[place]
             # Those behind it may lead here until they are gone.
-            self._shorten(stretch, 0)
+            stretch.names = stretch.tokens = stretch.packed_ids = b""
         return Removed(stretch.root, names, ends)
 
     def _shorten(self, stretch: Stretch, keep: int) -> None:
