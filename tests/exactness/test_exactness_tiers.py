@@ -208,7 +208,7 @@ def test_swapped_requests_find_what_is_still_to_be_written(
     records = engine.snapshot().preemption_records
     assert records
     for record in records:
-        assert record.num_tokens - record.num_tokens_found < 16, "whole blocks were found"
+        assert record.num_tokens - record.num_tokens_found < 8, "whole blocks were found, and last ones that were half full"
     engine.close()
 
 

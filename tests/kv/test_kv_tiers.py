@@ -325,6 +325,56 @@ def test_a_last_block_whose_copy_is_only_planned_is_not_offered() -> None:
     manager.check_invariants()
 
 
+@pytest.mark.parametrize("preempted", [True, False])
+def test_who_finds_its_own_last_block_again_goes_on_in_it(preempted: bool) -> None:
+    """Another makes a copy, so that others find it too, unless there are no blocks to copy to."""
+    manager = KVManager(make_spec(None, 6, block_size=4), 8, watermark=0.0, tiered=True)
+    ended = make_request("ended", range(7))
+    computed(manager, ended)
+    tables = [list(table) for table in manager.block_tables(ended)]
+    manager.free(ended)
+    request = make_request("request", range(8))
+    request.num_preemptions = int(preempted)
+    manager.add(request)
+    match = manager.match(request)
+    over = match._replace(takes_over=True)
+    assert (match.num_tokens, match.num_copied) == (7, 3)
+    assert manager.ways(request, match) == ([over, match, match.whole()] if preempted else [match, over, match.whole()])
+    manager.keeper.pool.take(3)
+    assert [manager.has_room(request, way, alone=True) for way in (match, over)] == [False, True]
+    manager.attach(request, over)
+    assert [list(table) for table in manager.block_tables(request)] == tables
+    assert manager.num_free_blocks == 1
+    request.num_computed_tokens = 7
+    assert manager.allocate(request, 1)
+    assert not manager.take_plan(), "nothing is copied"
+    other = make_request("other", range(8))
+    manager.add(other)
+    assert manager.match(other).num_tokens == 4, "nobody reads what is written to"
+    request.num_computed_tokens = 8
+    manager.commit(request)
+    manager.free(request)
+    assert manager.match(other).num_tokens == 7
+
+
+@pytest.mark.parametrize("others", ["holds", "has more"])
+def test_a_last_block_that_is_not_ones_own_alone_is_copied(others: str) -> None:
+    manager = KVManager(make_spec(block_size=4), 8, watermark=0.0, tiered=True)
+    ended = make_request("ended", range(7))
+    computed(manager, ended)
+    manager.free(ended)
+    if others == "holds":
+        holder = make_request("holder", range(8))
+        manager.add(holder)
+        manager.attach(holder, manager.match(holder))
+    request = make_request("request", range(8) if others == "holds" else [*range(6), 90])
+    request.num_preemptions = 1
+    manager.add(request)
+    match = manager.match(request)
+    assert match.num_copied == (3 if others == "holds" else 2)
+    assert manager.ways(request, match) == [match, match.whole()]
+
+
 def test_prompt_scores_restore_nothing() -> None:
     manager = KVManager(make_spec(block_size=4), 10, watermark=0.0, tiered=True)
     assert manager.tier is not None

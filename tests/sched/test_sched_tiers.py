@@ -243,6 +243,32 @@ def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(late
         assert request.output_token_ids == alone(request, (None,))
 
 
+def test_a_last_block_needs_no_room_to_be_copied_to() -> None:
+    """Six groups have one each. Where the pool has room for a request and no more, it goes on in the very blocks that came."""
+    windows = (8, 24, 8, 24, 8, None)
+    sim = TieredSim(*windows, num_blocks=39, max_num_batched_tokens=32)
+    sim.set_rates(10**9, 5)
+    requests = [sim.add(f"r{number}", [100 * number + at for at in range(27)], 60) for number in range(4)]
+    sim.run()
+    records = sim.scheduler.preemptions()
+    assert [(record.num_tokens, record.num_tokens_found) for record in records] == [(29, 29), (41, 41)]
+    for request in requests:
+        assert request.output_token_ids == alone(request, windows)
+
+
+@pytest.mark.parametrize(("num_blocks", "found"), [(7, 22), (6, 20)])
+def test_a_beginning_is_read_only_where_there_is_room_for_its_copy(num_blocks: int, found: int) -> None:
+    """The sixth block has 4 tokens there, and 2 are asked for."""
+    sim = TieredSim(num_blocks=20, block_size=4)
+    sim.generate("first", range(25), 1)
+    new = TieredSim(num_blocks=num_blocks, block_size=4)
+    new.restart_from(sim)
+    request = new.generate("again", [*range(22), 90], 1)
+    assert request.num_cached_tokens == found
+    assert new.num_filled == -(-found // 4)
+    assert request.output_token_ids == alone(request, (None,))
+
+
 def test_blocks_that_are_lost_before_admission_are_brought_a_few_times_and_then_computed() -> None:
     sim = TieredSim(num_blocks=40, block_size=4)
     sim.generate("first", range(30), 1)

@@ -39,9 +39,10 @@ def tails_first(tables: Sequence[array[int]], starts: Sequence[int], ends: Seque
 
 def blocks_to_admit(pool: BlockPool, windows: Sequence[int | None], block_size: int, num_tokens: int, match: PrefixMatch) -> int:
     """Free blocks that all tokens of a request need after the hit `match`. Hit blocks that others hold cost nothing as long as
-    the request keeps them; free ones leave the free queue like new ones, and what is copied from stays until it has been."""
+    the request keeps them; free ones leave the free queue like new ones, and what is copied from, if it is not taken over, stays
+    until it has been."""
     last = (num_tokens - 1) // block_size
-    need = sum(pool.ref_count(block_id) == 0 for block_id in match.copied_from)
+    need = 0 if match.takes_over else sum(pool.ref_count(block_id) == 0 for block_id in match.copied_from)
     for window, ids, first in zip(windows, match.block_ids, match.first_blocks, strict=True):
         keep = first_block(last * block_size, window, block_size)
         need += last + 1 - keep

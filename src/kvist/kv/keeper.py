@@ -20,7 +20,7 @@ from kvist.kv.ghosts import STRIDE, Ghosts
 from kvist.kv.hints import KVHints
 from kvist.kv.history import EventLog, Seen, max_event_blocks, nearest, rewritten
 from kvist.kv.pool import BlockPool
-from kvist.kv.prefix import PrefixIndex
+from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.retention import NO_CHANGES, Changes, Retention
 from kvist.kv.rings import ORDINARY_PRIORITY
 from kvist.kv.stretches import Removed
@@ -155,6 +155,27 @@ class Keeper:
         if free:
             self._remove(free, "superseded")
             self.pool.drop(free)
+
+    def ways(self, match: PrefixMatch, *, own: bool) -> list[PrefixMatch]:
+        """How the hit `match` may be used, the best first: where what is copied are tails that nobody holds, and no more than they
+        hold, they can be taken over, which takes no blocks to copy to. It hides them from others, so that comes first only where
+        a request finds its `own` again."""
+        ways = match.ways()
+        tails = [self._index.tail_tokens(block_id) == match.num_copied for block_id in match.copied_from]
+        if tails and all(tails) and not any(map(self.pool.ref_count, match.copied_from)):
+            ways.insert(0 if own else 1, match._replace(takes_over=True))
+        return ways
+
+    def hold_beginning(self, match: PrefixMatch) -> None:
+        """Hold what is copied from, or taken over: then nobody finds it any more."""
+        block_ids = match.copied_from
+        if not match.takes_over:
+            self.pool.share(block_ids)
+            return
+        self._remove(list(block_ids), "superseded")
+        self.pool.drop(block_ids[::-1])
+        taken = self.pool.take(len(block_ids))
+        assert taken == list(block_ids), "what was dropped last is taken first"
 
     def explain(
         self, root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], position: int, block_size: int

@@ -9,7 +9,7 @@ the memo of hashes, and enter what waits to be entered. Invariants, besides thos
 * a block's reference count is the number of tables that name it and of plans that fill or copy it, and one more if it is pinned;
 * a block enters the index after `commit`, when its keys and values were computed: a hit never reads what is still being written;
 * a request writes only at `num_computed_tokens` and after, and only to blocks that nobody else holds and the index does not name:
-  `allocate` plans a copy of any other (`kv/copies.py`).
+  `allocate` plans a copy of any other (`kv/copies.py`), unless `attach` has taken it over (`Keeper.ways`).
 """
 
 from __future__ import annotations
@@ -153,10 +153,13 @@ class KVManager:
     def max_request_tokens(self, limit: int) -> int:
         return self.spec.max_request_tokens(self.num_blocks, limit)
 
+    def ways(self, request: Request, match: PrefixMatch) -> list[PrefixMatch]:
+        return self._keeper.ways(match, own=request.num_preemptions > 0)
+
     def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
-        """Whether all tokens of a waiting request can get blocks now and leave the watermark and `growth` free, which is not asked
+        """Whether all tokens of a waiting request can get blocks now and leave `growth` free, and the watermark, which is not asked
         of one that would run alone."""
-        reserve = 0 if alone else self.watermark_blocks + growth
+        reserve = growth + (0 if alone else self.watermark_blocks)
         need = blocks_to_admit(self._pool, self._windows, self._block_size, request.num_tokens, match)
         return need + reserve <= self._pool.num_free
 
@@ -170,8 +173,7 @@ class KVManager:
 
     def find(self, token_ids: list[int], salt: str) -> PrefixMatch:
         self._commits.enter()
-        root, hashes = self.hashes_of(token_ids, salt)
-        return self._lookup.find_all(root, hashes, token_ids)
+        return self._lookup.find_all(*self.hashes_of(token_ids, salt), token_ids)
 
     def has_room_to_fork(self, count: int) -> bool:
         return count * self._num_groups + self.watermark_blocks <= self._pool.num_free
@@ -234,10 +236,10 @@ class KVManager:
             record.tables[group].extend(ids)
             record.let_go[group] = first
         if match.num_copied:
-            self._pool.share(match.copied_from)
+            self._keeper.hold_beginning(match)
             for table, block_id in zip(record.tables, match.copied_from, strict=True):
                 table.append(block_id)
-            record.shares_tail = True
+            record.shares_tail = not match.takes_over
         self._found(request, record, match.num_tokens // self._block_size)
 
     def fork(self, source: Request, request: Request) -> None:
@@ -304,9 +306,7 @@ class KVManager:
         self._commits.enter()
         record = self._records[request.request_id]
         position, size = request.num_computed_tokens, self._block_size
-        ends = [
-            max(before, first_block(position, window, size)) for window, before in zip(self._windows, record.let_go, strict=True)
-        ]
+        ends = [max(gone, first_block(position, window, size)) for window, gone in zip(self._windows, record.let_go, strict=True)]
         if ends == record.let_go:
             return
         self._give_back(record, ends)

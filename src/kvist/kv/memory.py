@@ -161,9 +161,12 @@ class KVMemory(Protocol):
 
     def is_being_computed(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool: ...
 
+    def ways(self, request: Request, match: PrefixMatch) -> list[PrefixMatch]:
+        """How a request may use the hit `match`, as there is room for it, the best first."""
+
     def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
         """Whether a waiting request can be admitted with the hit `match`; `alone`: nobody runs, so no reserve is kept. `growth`:
-        blocks that stay free for those that run, besides the reserve."""
+        blocks that stay free in any case."""
 
     def has_room_to_fork(self, count: int) -> bool:
         """Whether so many forks could go on, each writing to blocks of its own, and leave the reserve free."""

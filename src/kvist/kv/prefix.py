@@ -31,14 +31,18 @@ class PrefixMatch(NamedTuple):
     copied_from: tuple[int, ...] = ()
     """Per group, the block whose first `num_copied` tokens are copied; empty if none are."""
     num_copied: int = 0
+    takes_over: bool = False
+    """These blocks are not copied but taken over: nobody holds them, and they hold no more."""
 
     def whole(self) -> PrefixMatch:
         """What needs no copy."""
-        return (
-            self
-            if not self.num_copied
-            else self._replace(num_tokens=self.num_tokens - self.num_copied, copied_from=(), num_copied=0)
-        )
+        if not self.num_copied:
+            return self
+        return self._replace(num_tokens=self.num_tokens - self.num_copied, copied_from=(), num_copied=0, takes_over=False)
+
+    def ways(self) -> list[PrefixMatch]:
+        """As much of it as there may be room for, the most first."""
+        return [self, self.whole()] if self.num_copied else [self]
 
 
 class IndexEntry(NamedTuple):
@@ -98,6 +102,10 @@ class PrefixIndex:
     def get_tail(self, group: int, name: BlockHash) -> int | None:
         """A block that is not full."""
         return self._stretches.alone(group, name)
+
+    def tail_tokens(self, block_id: int) -> int | None:
+        """How many tokens an indexed block holds that is not full."""
+        return self._tails.get(block_id)
 
     def every(self, group: int, hashes: Sequence[BlockHash]) -> list[int | None]:
         """All blocks of a prefix, None for those that are missing."""

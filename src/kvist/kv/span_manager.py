@@ -116,9 +116,13 @@ class SpanManager:
     def explain(self, token_ids: list[int], salt: str, position: int, plain_salt: str | None) -> PrefixMiss:
         return self._explainer.of_prompt(token_ids, salt, position, plain_salt)
 
+    def ways(self, request: Request, match: PrefixMatch) -> list[PrefixMatch]:
+        return match.ways()
+
     def has_room(self, request: Request, match: PrefixMatch, *, alone: bool, growth: int = 0) -> bool:
         sources = self._sources(match)
-        blocks = -(-request.num_tokens // self._block_size) + (0 if alone else -(-(self._reserve + growth) // len(self._windows)))
+        reserve = growth + (0 if alone else self._reserve)
+        blocks = -(-request.num_tokens // self._block_size) - (-reserve // len(self._windows))
         return self._spans.can_open(self._longest(request), min(blocks, self.num_blocks), sources)
 
     def has_room_to_fork(self, count: int) -> bool:

@@ -94,6 +94,18 @@ class Restore(NamedTuple):
         parent = self.hashes[self.length - 1] if self.length else self.root
         return Tail(self.follower.name, parent, self.length, len(self.follower.tokens))
 
+    def needs_copy(self, block_size: int) -> bool:
+        """Whether the follower must be copied: it is full, or holds more than is asked for."""
+        used = self.stop - self.length * block_size
+        return self.follower is not None and not used == len(self.follower.tokens) < block_size
+
+    def whole(self, block_size: int) -> Restore | None:
+        """Without the follower; None: that is all."""
+        stop, kept = self.length * block_size, sum(block < self.length for block in self.blocks)
+        if not kept or stop <= self.start:
+            return None
+        return self._replace(stop=stop, missing=self.missing[:kept], blocks=self.blocks[:kept], follower=None)
+
     def names(self) -> list[BlockHash]:
         """Of all blocks that are there or brought, one after the other."""
         return [*self.hashes[: self.length], *([] if self.follower is None else [self.follower.name])]

@@ -63,27 +63,33 @@ class Prefetcher:
         return tuple(plan for request in new if (plan := self._plan(request, running, now)) is not None)
 
     def look_at_first(
-        self, request: Request, running: Sequence[Request], now: float, *, has_room: bool
+        self, request: Request, running: Sequence[Request], now: float, growth: int | None
     ) -> tuple[TransferPlan, ...]:
-        """A plan for the first in the queue, which would be admitted now if it `has_room`, or none."""
-        if not has_room or self._tier.is_empty:
+        """A plan for the first in the queue, or none. It would be admitted now, and leave `growth` blocks to the others besides the
+        reserve; None: it would not."""
+        if growth is None or self._tier.is_empty:
             return self.look_ahead([request], running, now)
         wait = self._waits.get(request.request_id)
         if wait is not None and (wait.plan_id is None or wait.plan_id in self._running_plans or wait.num_plans == MAX_PLANS):
             return ()
-        plan = self._plan(request, running, now, first=True)
+        plan = self._plan(request, running, now, growth)
         return () if plan is None else (plan,)
 
-    def _plan(self, request: Request, running: Sequence[Request], now: float, *, first: bool = False) -> TransferPlan | None:
+    def _plan(self, request: Request, running: Sequence[Request], now: float, growth: int | None = None) -> TransferPlan | None:
         manager, tier = self._manager, self._tier
         match = manager.match(request)
         restore = manager.restorable(request, match)
+        # Without a block to copy to it would be read for nothing.
+        if restore is not None and restore.needs_copy(manager.spec.block_size) and growth is not None:
+            more = growth + len(manager.spec.groups)
+            if not manager.has_room(request, match.whole(), alone=not running, growth=more):
+                restore = restore.whole(manager.spec.block_size)
         if restore is None or manager.is_being_computed(request, match, running):
             return None
         last = self._waits.get(request.request_id, _Wait(None, restore.stop, restore.stop, num_plans=0))
         deadline, num_plans = now + self._patience(restore), last.num_plans + 1
         if (others := tier.loading(restore)) is not None:
-            if first:
+            if growth is not None:
                 self._waits[request.request_id] = last._replace(plan_id=others, deadline=deadline, num_plans=num_plans)
             return None
         if len(restore.missing) + (manager.watermark_blocks if running else 0) > manager.num_free_blocks:

@@ -331,8 +331,7 @@ class Scheduler:
     def _admissible(self, job: Job, match: PrefixMatch) -> PrefixMatch | None:
         """As much of a hit as there is room for: what is copied from, and must stay until then, may be in the way. Even one that
         would run alone may have to wait, for restores of others that hold what is free."""
-        growth, alone = self._growth(job), not self._running
-        hits = [match, match.whole()] if match.num_copied else [match]
+        growth, alone, hits = self._growth(job), not self._running, self._manager.ways(job.request, match)
         if alone and match.num_tokens:
             hits.append(self._manager.no_match())
         return next((hit for hit in hits if self._manager.has_room(job.request, hit, alone=alone, growth=growth)), None)
@@ -345,7 +344,8 @@ class Scheduler:
     def _waits_for_tier(self, job: Job, step: Step, *, has_room: bool) -> bool:
         if self._prefetcher is None:
             return False
-        step.restores += self._prefetcher.look_at_first(job.request, self.running, step.now, has_room=has_room)
+        room = self._growth(job) if has_room else None
+        step.restores += self._prefetcher.look_at_first(job.request, self.running, step.now, room)
         return self._prefetcher.holds(job.request, step.now)
 
     def _growth(self, job: Job) -> int:
