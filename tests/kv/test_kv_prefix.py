@@ -62,10 +62,10 @@ def test_the_first_of_two_blocks_with_one_name_is_kept() -> None:
     other = [HASHES[0], HASHES[2]]
     assert index.insert(0, ROOT, HASHES, 0, [2, 1], TOKENS) == ([2, 1], HASHES[:2])
     assert index.insert(0, ROOT, other, 0, [3, 0], TOKENS) == ([0], [HASHES[2]])
-    entries = index.listing().entries
-    assert [entries[block_id] for block_id in (1, 0)] == [(HASHES[1], HASHES[0], ROOT, 0), (HASHES[2], HASHES[0], ROOT, 0)]
+    assert [index.hash_of(block_id) for block_id in (1, 0)] == [HASHES[1], HASHES[2]]
+    assert [stretch and stretch.parent for stretch in index.stretches_of(0, 4)] == [HASHES[0], ROOT, ROOT, None]
     assert (index.get(0, HASHES, 0), index.hash_of(3), index.count(ROOT), index.count(HASHES[0])) == (2, None, 3, 0)
-    assert index.remove([2, 0]) == [(ROOT, HASHES[0], [2]), (ROOT, HASHES[2], [0])]
+    assert index.remove([2, 0]) == [(ROOT, HASHES[0], [2], 0), (ROOT, HASHES[2], [0], 0)]
     assert (index.get(0, HASHES, 0), index.get(0, HASHES, 1), index.count()) == (None, 1, 1)
     with pytest.raises(AssertionError, match="not indexed"):
         index.remove([2])

@@ -11,6 +11,7 @@ from kvist.kv.eviction import POLICIES
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
 from kvist.kv.retention import MIN_DEADLINES, Retention
+from kvist.kv.walks import finish, flush
 from kvist.request import PrefixMiss, Request
 
 SIZE = 4
@@ -347,12 +348,12 @@ def test_flush_forgets_what_nobody_holds_of_one_owner() -> None:
     drive.serve(prompt(2), salt="a")
     drive.serve(prompt(3), salt="b")
     root, _ = drive.manager.hashes_of((), "a")
-    assert drive.manager.keeper.flush(root) == 3
+    assert finish(flush(drive.manager.index, drive.manager.keeper, root)) == 3
     drive.manager.check_invariants()
     assert drive.serve(prompt(1), salt="a") == 12
     assert drive.serve(prompt(2), salt="a") == 0
     assert drive.serve(prompt(3), salt="b") == 12
-    assert drive.manager.keeper.flush(None) == 6
+    assert finish(flush(drive.manager.index, drive.manager.keeper, None)) == 6
 
 
 def test_an_event_has_the_time_at_which_its_blocks_were_computed() -> None:

@@ -15,6 +15,7 @@ from kvist.errors import ContextLengthError, InvalidRequestError
 from kvist.kv import stretches
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
+from kvist.kv.walks import finish, flush
 
 BUDGET = 0.5
 
@@ -73,10 +74,10 @@ class RetentionMachine(ManagerMachine):
     def flush(self, salt: str | None) -> None:
         self.enter()
         keeper = self.manager.keeper
-        free = set(keeper.pool.free_cached())
+        free = set(keeper.pool.free_among(range(self.num_blocks)))
         root = None if salt is None else self.manager.hashes_of((), salt)[0]
         mine = {block for block in free if root is None or self.manager.index.root_of(block) == root}
-        assert keeper.flush(root) == len(mine)
+        assert finish(flush(self.manager.index, keeper, root)) == len(mine)
         self.found = {name: block for name, block in self.found.items() if block not in mine}
 
     @invariant()

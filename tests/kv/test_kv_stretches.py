@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvist.kv import stretches
 from kvist.kv.block import HASH_BYTES, TOKEN_BYTES, BlockHash, name_at
-from kvist.kv.stretches import MAX_STRETCH, MIN_RECALLED, Stretches, blocks_of
+from kvist.kv.stretches import MAX_STRETCH, MIN_RECALLED, Stretches
 
 ROOT = BlockHash(bytes(HASH_BYTES))
 NUM_BLOCKS = 60
@@ -61,7 +61,7 @@ def test_a_sequence_that_grows_block_by_block_takes_few_stretches() -> None:
 
 def test_a_block_from_the_middle_cuts_a_stretch_in_two_and_comes_back() -> None:
     index = filled(*range(10))
-    assert index.remove([4]) == [(ROOT, LONG[4], [4])]
+    assert index.remove([4]) == [(ROOT, LONG[4], [4], 0)]
     assert (sizes(index), index.leading(0, LONG, 10).tolist()) == ([4, 5], [0, 1, 2, 3])
     assert index.every(0, LONG[:11]) == [0, 1, 2, 3, None, 5, 6, 7, 8, 9, None]
     assert index.insert(0, ROOT, LONG, 2, [20, 30, 40, 50, 60], ZEROS) == [(4, 5)]
@@ -71,8 +71,8 @@ def test_a_block_from_the_middle_cuts_a_stretch_in_two_and_comes_back() -> None:
 
 def test_ends_are_taken_out_in_one_piece_and_so_is_what_follows_each_other() -> None:
     index = filled(*range(10))
-    assert index.remove([9, 8, 7]) == [(ROOT, b"".join(LONG[7:10]), [7, 8, 9])]
-    assert index.remove([0, 6, 5]) == [(ROOT, LONG[5] + LONG[6], [5, 6]), (ROOT, LONG[0], [0])]
+    assert index.remove([9, 8, 7]) == [(ROOT, b"".join(LONG[7:10]), [7, 8, 9], 0)]
+    assert index.remove([0, 6, 5]) == [(ROOT, LONG[5] + LONG[6], [5, 6], 0), (ROOT, LONG[0], [0], 0)]
     assert index.every(0, LONG[:8]) == [None, 1, 2, 3, 4, None, None, None]
     index.check_invariants()
     with pytest.raises(AssertionError, match="not indexed"):
@@ -85,8 +85,8 @@ def test_two_that_go_separate_ways_share_what_they_have_in_common() -> None:
     assert index.insert(0, ROOT, one, 0, [0, 1, 2, 3], array("I", [0, 0, 0, 0])) == [(0, 4)]
     assert index.insert(0, ROOT, other, 0, [10, 11, 12, 13], array("I", [0, 0, 1, 1])) == [(2, 4)]
     assert index.leading(0, other, 4).tolist() == [0, 1, 12, 13]
-    parents = {block_id: parent for copy in index.copies() for block_id, _, parent in blocks_of(copy)}
-    assert parents == {0: ROOT, 1: one[0], 2: one[1], 3: one[2], 12: one[1], 13: other[2]}
+    assert {each.block_ids()[0]: each.parent for each in index} == {0: ROOT, 12: one[1]}
+    assert index.of_all(10, 14) == [None, None, index.of(12), index.of(12)]
     assert index.find(0, other, 1) == index.find(0, one, 1) == (index.of(1), 1)
     assert index.find(0, prefix(0, 0, 2), 2) is None
 
@@ -209,7 +209,7 @@ class Machine(RuleBasedStateMachine):
                 found, want_alone = self.index.find(group, [*before, name], len(before)), self.blocks.get((group, name))
                 assert (None if found is None else found[0].block_ids()[found[1]]) == want_alone
                 assert self.index.alone(group, name) == want_alone
-        listed = {(copy.group, name): block_id for copy in self.index.copies() for block_id, name, _ in blocks_of(copy)}
+        listed = {(one.group, one.name(place)): id_ for one in self.index for place, id_ in enumerate(one.block_ids())}
         assert listed == self.blocks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from helpers.deciders import make_request, make_spec
 from kvist.kv.block import BlockHash
 from kvist.kv.manager import KVManager
+from kvist.kv.walks import Listing, finish, flush, listing
 
 SIZE = 4
 
@@ -50,28 +52,40 @@ class Drive:
         self.used_at |= dict.fromkeys(names, float(self.count))
         return found
 
+    def listing(self) -> Listing:
+        return finish(listing(self.manager.index, self.manager.keeper, None))
+
+    def notes(self) -> dict[BlockHash, tuple[int, float]]:
+        index = self.manager.index
+        return {
+            one.name(offset): (finds, used_at)
+            for one in dict.fromkeys(index.stretches_of(0, index.num_blocks))
+            if one is not None and not one.group
+            for offset, finds, used_at in one.all_notes()
+        }
+
+    def flush(self) -> int:
+        return finish(flush(self.manager.index, self.manager.keeper, None))
+
     def forget_evicted(self) -> None:
-        kept = {entry.name for entry in self.manager.index.listing().entries if entry is not None and not entry.group}
+        kept = {name for part in self.listing().parts for _, names in part.blocks() for name in names}
         self.finds = {name: count for name, count in self.finds.items() if name in kept}
 
     def told(self) -> dict[BlockHash, tuple[int, float]]:
         """Of each block of the first group: finds and last use, added up from itself and all behind it."""
-        index, uses = self.manager.index, self.manager.index.uses()
-        listing = index.listing()
-        entries = {
-            block_id: entry
-            for block_id, entry in enumerate(listing.entries)
-            if entry is not None and entry.group == 0 and block_id not in listing.tails
-        }
-        children: dict[BlockHash, list[int]] = {}
-        for block_id, entry in entries.items():
-            children.setdefault(entry.parent, []).append(block_id)
-        told = {}
-        for block_id, entry in entries.items():
-            behind = [block_id]
+        listing, noted = self.listing(), self.notes()
+        children: dict[BlockHash, list[BlockHash]] = {}
+        for part in listing.parts:
+            for before, names in part.blocks():
+                for parent, name in zip((before, *names), names, strict=False):
+                    children.setdefault(parent, []).append(name)
+        told, tails = {}, {name for part in listing.parts for name in part.tails}
+        for top in [name for following in children.values() for name in following if name not in tails]:
+            behind = [top]
             for one in behind:
-                behind += children.get(entries[one].name, [])
-            told[entry.name] = uses.of(behind)
+                behind += children.get(one, [])
+            notes = [noted[name] for name in behind if name in noted]
+            told[top] = sum(finds for finds, _ in notes), max((used_at for _, used_at in notes), default=-inf)
         return told
 
     def check(self) -> None:
@@ -85,7 +99,7 @@ def test_a_find_counts_for_the_whole_prefix_and_moves_to_the_block_before() -> N
     drive.check()
     _, names = drive.manager.hashes_of([token for block in (1, 2, 3, 4, 9) for token in [block] * SIZE], "")
     assert [drive.told()[name] for name in names[:4]] == [(3, 4.0), (3, 4.0), (1, 3.0), (1, 3.0)]
-    notes = drive.manager.index.uses().notes
+    notes = drive.notes()
     assert sorted(notes.values()) == [(0, 4.0), (1, 3.0), (2, 4.0)], "noted where hits and requests ended alone"
     assert drive.serve([5, 6, 7, 8]) == 0
     drive.check()
@@ -101,10 +115,10 @@ def test_what_is_found_of_conversations_is_counted(windows: tuple[int | None, ..
         drive.check()
     assert drive.manager.usage().evictions > 10
     assert sum(finds > 0 for finds in drive.finds.values()) > 10
-    drive.manager.keeper.flush(None)
+    drive.flush()
     drive.forget_evicted()
     drive.check()
-    assert not drive.manager.index.uses().notes
+    assert not drive.notes()
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,7 +133,7 @@ def test_in_any_order_no_block_loses_a_find(prompts: list[list[int]], policy: st
         drive.serve(blocks)
         drive.check()
         if number == flush:
-            drive.manager.keeper.flush(None)
+            drive.flush()
             drive.forget_evicted()
             drive.check()
 
@@ -137,5 +151,6 @@ def test_a_preempted_request_finds_its_own_blocks_without_being_counted_again() 
     match = manager.match(request)
     assert match.num_tokens == 2 * SIZE
     manager.attach(request, match)
-    assert all(finds == 0 for finds, _ in manager.index.uses().notes.values())
+    (part,) = finish(listing(manager.index, manager.keeper, None)).parts
+    assert (part.finds, part.notes) == ([0], [()])
     manager.check_invariants()

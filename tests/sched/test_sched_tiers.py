@@ -14,6 +14,7 @@ from helpers.deciders_tier import TieredSim
 from kvist.kv.hints import KVHints
 from kvist.kv.origins import tokens_of
 from kvist.kv.tiers import MAX_FOLLOWERS, parse_name
+from kvist.kv.walks import finish, flush
 from kvist.request import Request, RequestStatus
 from kvist.sched.prefetch import MAX_PLANS
 
@@ -279,7 +280,7 @@ def test_blocks_that_are_lost_before_admission_are_brought_a_few_times_and_then_
     for _ in range(MAX_PLANS + 1):
         assert request.status is RequestStatus.WAITING
         new.deliver(everything=True)
-        new.manager.keeper.flush(None)
+        finish(flush(new.manager.index, new.manager.keeper, None))
         new.step()
         if new.outputs[-1].scheduled:
             break

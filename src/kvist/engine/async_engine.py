@@ -15,13 +15,14 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from kvist.config import EngineOptions
 from kvist.engine.admission import check_request
+from kvist.engine.asides import Asides
 from kvist.engine.engine import Engine
 from kvist.engine.sampler import failure
 from kvist.engine.snapshot import EngineSnapshot
@@ -65,7 +66,7 @@ class _Abort:
 
 @dataclass(frozen=True)
 class _Ask:
-    """A question about KV memory, answered between steps."""
+    """A question about KV memory, answered between steps, in pieces where it takes long."""
 
     question: str
     details: Mapping[str, Any]
@@ -96,6 +97,8 @@ class AsyncEngine:
         self._published = 0.0
         self._changed = True
         """Requests came or went, and the step that shows it may not have been published."""
+        self._asides = Asides()
+        self._step_seconds = 0.0
         self._health: str | None = "The engine is not started."
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvist-engine", daemon=True)
@@ -215,7 +218,11 @@ class AsyncEngine:
         reason = "The engine is shut down."
         try:
             while self._take_commands():
+                if self._asides:
+                    self._asides.work(self._step_seconds)
+                started = time.monotonic()
                 deltas = self._engine.step()
+                self._step_seconds = time.monotonic() - started
                 ended = {delta.request_id for delta in deltas if delta.finish_reason is not None}
                 self._publish(bool(ended))
                 self._deliver(deltas, ended)
@@ -238,6 +245,9 @@ class AsyncEngine:
             if self._inbox.empty():
                 if self._engine.has_work:
                     return True
+                if self._asides:
+                    self._asides.work()
+                    continue
                 rest = self._engine.rest()
                 if not checked:
                     self._engine.check_idle()
@@ -275,10 +285,15 @@ class AsyncEngine:
             case _Ask(question, details, answer):
                 if answer.set_running_or_notify_cancel():
                     try:
-                        answer.set_result(self._engine.ask_kv(question, **details))
+                        told = self._engine.begin_kv(question, **details)
                     except Exception as error:
                         # Whoever asked gets it, be it a refusal or a fault; the requests that run go on.
                         answer.set_exception(error)
+                    else:
+                        if isinstance(told, Generator):
+                            self._asides.add(told, answer)
+                        else:
+                            answer.set_result(told)
 
     def _deliver(self, deltas: list[OutputDelta], ended: set[str]) -> None:
         """One post, and so at most one wake-up, per event loop."""
@@ -305,5 +320,6 @@ class AsyncEngine:
                 streams.append(command.stream)
             elif isinstance(command, _Ask) and command.answer.set_running_or_notify_cancel():
                 command.answer.set_exception(EngineStoppedError(reason))
+        self._asides.close(EngineStoppedError(reason))
         for stream in streams:
             stream.mailbox.post((), [(stream, EngineStoppedError(reason))])

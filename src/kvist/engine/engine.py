@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,14 @@ class Engine:
         return self.tokenizer.encode_chat(text)
 
     def ask_kv(self, question: str, **details: Any) -> Any:
-        """A method of `KVView` by name; between steps only. Raises InvalidRequestError."""
+        """What a method of `KVView`, by name, answers; between steps only. Raises InvalidRequestError."""
+        from kvist.kv.walks import finish
+
+        answer = self.begin_kv(question, **details)
+        return finish(answer) if isinstance(answer, Generator) else answer
+
+    def begin_kv(self, question: str, **details: Any) -> Any:
+        """The same, or a generator that returns it in the end: steps may come between its pieces."""
         if self._tiers is not None:
             # An idle engine hears of it too.
             self._tiers.receive()

@@ -1,138 +1,41 @@
 """What users may ask about KV memory, answered on the engine thread between steps, as plain data that prints as JSON.
 
-It reads deciders and copies what it tells; a listing copies arrays and leaves the work on them to `Blocks`, which any thread may
-do. `salt` names whose prefixes are meant; None (a server without keys asks so): everybody's. Nothing tells one tenant which
-blocks another has, by names or counts; how full the pool is in all everybody hears. Times are seconds ago.
+It reads deciders and copies what it tells. What may have to look at all blocks is a generator, which does so in bounded pieces:
+steps may come between them. `salt` names whose prefixes are meant; None (a server without keys asks so): everybody's. Nothing tells
+one tenant which blocks another has, by names or counts; how full the pool is in all everybody hears. Times are seconds ago.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from kvist.config import EngineConfig
+from kvist.engine.kv_tree import Prefixes
 from kvist.errors import InvalidRequestError
+from kvist.kv import walks
 from kvist.kv.block import BlockHash
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
 from kvist.kv.memory import KVMemory, MemoryAccount
-from kvist.kv.pool import RefCounts
-from kvist.kv.prefix import IndexEntry, IndexListing
-from kvist.kv.rings import ORDINARY_PRIORITY
-from kvist.kv.uses import UseListing
+from kvist.kv.walks import Listed, Walk
 from kvist.sched.preemption import Preemption
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """All cached blocks at one moment."""
-
-    listing: IndexListing
-    root: BlockHash | None
-    ref_counts: RefCounts
-    priorities: dict[int, int]
-    """Of claimed blocks."""
-    pinned: frozenset[int]
-    block_size: int
-    uses: UseListing
-    now: float
-
-    def _mine(self) -> list[int]:
-        return [
-            block_id
-            for block_id, entry in enumerate(self.listing.entries)
-            if entry is not None and (self.root is None or entry.root == self.root) and not entry.group
-        ]
-
-    def _entry(self, block_id: int) -> IndexEntry:
-        entry = self.listing.entries[block_id]
-        assert entry is not None
-        return entry
-
-    def page(self, start: int, limit: int) -> dict[str, Any]:
-        """Blocks by id, of the first KV group."""
-        mine = self._mine()
-        return {
-            "total": len(mine),
-            "blocks": [self._block(block_id) for block_id in mine[start : start + limit]],
-            "next": start + limit if start + limit < len(mine) else None,
-        }
-
-    def _block(self, block_id: int) -> dict[str, Any]:
-        entry = self._entry(block_id)
-        return {
-            "block_id": block_id,
-            "hash": entry.name.hex(),
-            "tokens": self.listing.tails.get(block_id, self.block_size),
-            "parent": None if entry.parent == entry.root else entry.parent.hex(),
-            "holders": self.ref_counts[block_id] - (block_id in self.pinned),
-            "priority": self.priorities.get(block_id, ORDINARY_PRIORITY),
-            "pinned": block_id in self.pinned,
-        }
-
-    def tree(self, parent: str | None, limit: int) -> dict[str, Any]:
-        """The radix view below a block (or the beginnings): runs of blocks without a fork, with how many children each has, how
-        many blocks hang below, how many requests found it and when it was used last. Blocks whose predecessor is gone are not
-        reachable and only counted."""
-        children: dict[BlockHash, list[int]] = {}
-        mine = self._mine()
-        for block_id in mine:
-            children.setdefault(self._entry(block_id).parent, []).append(block_id)
-        if parent is None:
-            tops = [block_id for block_id in mine if self._entry(block_id).parent == self._entry(block_id).root]
-        else:
-            tops = children.get(BlockHash(_unhex(parent)), [])
-        reached = 0
-        nodes: list[dict[str, Any]] = []
-        for top in tops:
-            run: list[int] = [top]
-            below: list[int] = []
-            while len(following := children.get(self._entry(run[-1]).name, [])) == 1:
-                run.append(following[0])
-            stack = list(following)
-            while stack:
-                block_id = stack.pop()
-                below.append(block_id)
-                stack += children.get(self._entry(block_id).name, ())
-            reached += len(run) + len(below)
-            finds, used_at = self.uses.of([*run, *below])
-            holders = max(self.ref_counts[block_id] - (block_id in self.pinned) for block_id in run)
-            nodes.append(
-                {
-                    "first": self._entry(top).name.hex(),
-                    "last": self._entry(run[-1]).name.hex(),
-                    "blocks": len(run),
-                    "tokens": sum(self.listing.tails.get(block_id, self.block_size) for block_id in run),
-                    "children": len(following),
-                    "blocks_below": len(below),
-                    "hits": finds,
-                    "used_ago": self._ago(used_at, holders),
-                    "holders": holders,
-                    "pinned": any(block_id in self.pinned for block_id in run),
-                }
-            )
-        nodes.sort(key=lambda node: (-(node["blocks"] + node["blocks_below"]), node["first"]))
-        unreachable = len(mine) - reached if parent is None else None
-        return {"prefixes": nodes[:limit], "total": len(nodes), "unreachable_blocks": unreachable}
-
-    def _ago(self, used_at: float, holders: int) -> float | None:
-        """Seconds since the last use; None of what was brought from a tier and not used since."""
-        if holders:
-            return 0.0
-        return None if used_at == -inf else round(max(0.0, self.now - used_at), 3)
+def _told(block: Listed) -> dict[str, Any]:
+    return {
+        "block_id": block.block_id,
+        "hash": block.name.hex(),
+        "tokens": block.num_tokens,
+        "parent": None if block.parent == block.root else block.parent.hex(),
+        "holders": block.holders,
+        "priority": block.priority,
+        "pinned": block.pinned,
+    }
 
 
 def _round(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
-
-
-def _unhex(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        raise InvalidRequestError(f"{text[:80]!r} is no block hash; take one from this listing.", param="parent") from None
 
 
 class KVView:
@@ -177,26 +80,30 @@ class KVView:
         retention = keeper.retention
 
         def own(block_ids: list[int]) -> int:
-            return len(block_ids) if root is None else sum(index.root_of(block_id) == root for block_id in block_ids)
+            return sum(index.root_of(block_id) == root for block_id in block_ids)
 
         return {
             "eviction_policy": self._config.eviction_policy,
             "indexed_blocks": index.count(root),
             "pin_budget_blocks": retention.pin_budget,
-            "pinned_blocks": own(retention.pinned_blocks()),
+            "pinned_blocks": retention.num_pinned if root is None else own(retention.pinned_blocks()),
             "priority_budget_blocks": retention.priority_budget,
-            "raised_blocks": own(retention.raised_blocks()),
+            "raised_blocks": retention.num_raised if root is None else own(retention.raised_blocks()),
             "next_event": keeper.events.next_number,
         }
 
-    def blocks(self, now: float, salt: str | None) -> Blocks:
+    def blocks(self, now: float, salt: str | None, start: int, limit: int) -> Walk[dict[str, Any]]:
+        """Cached blocks of the first KV group, by id: those from the id `start` on. See `walks`."""
         manager = self._paged(now)
-        retention, pool = manager.keeper.retention, manager.keeper.pool
-        claimed = {block_id: retention.priority(block_id) for block_id in retention.claimed()}
-        pinned = frozenset(retention.pinned_blocks())
-        root = self._root(manager, salt)
-        uses = manager.index.uses()
-        return Blocks(manager.index.listing(), root, pool.ref_counts(), claimed, pinned, manager.spec.block_size, uses, now)
+        root, index = self._root(manager, salt), manager.index
+        found, following = yield from walks.blocks_from(index, manager.keeper, root, start, limit)
+        return {"total": index.count_in(0, root), "blocks": list(map(_told, found)), "next": following}
+
+    def prefixes(self, now: float, salt: str | None) -> Walk[Prefixes]:
+        """What the radix view is worked out from, in another thread."""
+        manager = self._paged(now)
+        listing = yield from walks.listing(manager.index, manager.keeper, self._root(manager, salt))
+        return Prefixes(listing, manager.spec.block_size, now)
 
     def explain(self, now: float, salt: str, token_ids: list[int], plain_salt: str | None) -> dict[str, Any]:
         """How much of a prompt would hit now, and why no more. `plain_salt`: the same caller's where it names none, to look there
@@ -240,9 +147,10 @@ class KVView:
         keeper.claim(root, blocks, hints)
         return {"tokens": kept * manager.spec.block_size, "blocks": len(blocks)}
 
-    def flush(self, now: float, salt: str | None) -> dict[str, Any]:
+    def flush(self, now: float, salt: str | None) -> Walk[dict[str, Any]]:
         manager = self._paged(now)
-        return {"flushed_blocks": manager.keeper.flush(self._root(manager, salt))}
+        count = yield from walks.flush(manager.index, manager.keeper, self._root(manager, salt))
+        return {"flushed_blocks": count}
 
     def events(self, now: float, salt: str | None, since: int, limit: int) -> dict[str, Any]:
         manager = self._paged(now)

@@ -134,12 +134,11 @@ class Keeper:
         self._carry_out(changes)
         return len(changes.unpinned)
 
-    def flush(self, root: BlockHash | None) -> int:
-        """Forget the contents that nobody holds (of one root, or all). Returns how many blocks that were."""
-        found = [block_id for block_id in self.pool.free_cached() if root is None or self._index.root_of(block_id) == root]
-        self._remove(found, "flushed")
-        self.pool.drop(found)
-        return len(found)
+    def forget(self, block_ids: list[int], reason: str) -> None:
+        """What these cached blocks hold, which nobody does."""
+        if block_ids:
+            self._remove(block_ids, reason)
+            self.pool.drop(block_ids)
 
     def enter_tail(self, root: BlockHash, tail: Tail, block_ids: Sequence[int]) -> bool:
         """Let a sequence's last block, which is not full, be found, one a group; whether it is."""
@@ -152,9 +151,7 @@ class Keeper:
         """Nobody finds this block, which is not full, any more."""
         ids = [self._index.get_tail(group, name) for group in range(self._index.num_groups)]
         free = [block_id for block_id in ids if block_id is not None and not self.pool.ref_count(block_id)]
-        if free:
-            self._remove(free, "superseded")
-            self.pool.drop(free)
+        self.forget(free, "superseded")
 
     def ways(self, match: PrefixMatch, *, own: bool) -> list[PrefixMatch]:
         """How the hit `match` may be used, the best first: where what is copied are tails that nobody holds, and no more than they

@@ -19,16 +19,6 @@ FREE_CACHED, HELD, HELD_CACHED = 1, 2, 3
 """States of a block: nobody holds it, and its content can be found; one does, and its content cannot be found, or can."""
 
 
-class RefCounts:
-    """At one moment, by block id."""
-
-    def __init__(self, states: list[int]) -> None:
-        self._states = states
-
-    def __getitem__(self, block_id: int) -> int:
-        return self._states[block_id] >> 1
-
-
 class BlockPool:
     """Block ids 0 .. num_blocks - 1."""
 
@@ -53,9 +43,19 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._states[block_id] >> 1
 
-    def ref_counts(self) -> RefCounts:
-        """Of all blocks; costs the copying of a list."""
-        return RefCounts(self._states.copy())
+    def held_among(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Those of these blocks that are held, and how often."""
+        states = gather(self._states, block_ids)
+        if not states or max(states) < HELD:
+            return []
+        return [(block_id, state >> 1) for block_id, state in zip(block_ids, states, strict=True) if state >= HELD]
+
+    def free_among(self, block_ids: Sequence[int]) -> list[int]:
+        """The cached ones of these blocks that nobody holds."""
+        states = gather(self._states, block_ids)
+        if FREE_CACHED not in states:
+            return []
+        return [block_id for block_id, state in zip(block_ids, states, strict=True) if state == FREE_CACHED]
 
     def is_cached(self, block_id: int) -> bool:
         return self._states[block_id] & 1 == 1
@@ -156,10 +156,6 @@ class BlockPool:
         state = self._states[block_id]
         assert state & 1, f"block {block_id} holds nothing to keep"
         self._policy.set_priority(block_id, priority, linked=state == 1)
-
-    def free_cached(self) -> list[int]:
-        """Cached blocks that nobody holds, by id; O(num_blocks)."""
-        return [block_id for block_id, state in enumerate(self._states) if state == 1]
 
     def drop(self, block_ids: Sequence[int]) -> None:
         """What these free cached blocks hold is of no use any more."""

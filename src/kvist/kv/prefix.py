@@ -9,15 +9,14 @@ computed before it was put in.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Mapping, Sequence
-from functools import cached_property
+from collections import Counter
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from kvist.kv.block import TOKEN_BYTES, BlockHash, Tail
 from kvist.kv.spec import first_block
 from kvist.kv.stretch import Stretch
-from kvist.kv.stretches import Removed, StretchCopy, Stretches, blocks_of
-from kvist.kv.uses import UseListing
+from kvist.kv.stretches import Removed, Stretches
 
 
 class PrefixMatch(NamedTuple):
@@ -45,33 +44,6 @@ class PrefixMatch(NamedTuple):
         return [self, self.whole()] if self.num_copied else [self]
 
 
-class IndexEntry(NamedTuple):
-    """What is known of an indexed block: its name, that of the block before it in its prefix (or the root), root, and KV group."""
-
-    name: BlockHash
-    parent: BlockHash
-    root: BlockHash
-    group: int
-
-
-class IndexListing:
-    """The index at one moment. What is told by block id is worked out by whoever asks first, in any thread."""
-
-    def __init__(self, num_blocks: int, stretches: list[StretchCopy], tails: Mapping[int, int]) -> None:
-        self._num_blocks, self._stretches = num_blocks, stretches
-        self.tails = tails
-        """Of blocks that are not full, how many tokens they hold."""
-
-    @cached_property
-    def entries(self) -> list[IndexEntry | None]:
-        """By block id; None of a block that is not indexed."""
-        entries: list[IndexEntry | None] = [None] * self._num_blocks
-        for stretch in self._stretches:
-            for block_id, name, parent in blocks_of(stretch):
-                entries[block_id] = IndexEntry(name, parent, stretch.root, stretch.group)
-        return entries
-
-
 class PrefixIndex:
     """`windows[group]` is the group's attention window in tokens, None for full attention. A block is named by a prefix, which is a
     list of names from the first block on, and its number in it."""
@@ -79,20 +51,27 @@ class PrefixIndex:
     def __init__(self, num_blocks: int, windows: tuple[int | None, ...], block_size: int) -> None:
         self._windows = windows
         self.block_size = block_size
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
         # A prefix has all its blocks in a group with full attention only.
         self._recalled = windows.index(None) if None in windows else None
         self._stretches = Stretches(num_blocks, len(windows), TOKEN_BYTES * block_size, self._recalled)
         self._tails: dict[int, int] = {}
         """Of the blocks that are not full, how many tokens they hold."""
+        self._counts = tuple[dict[BlockHash, int], ...]({} for _ in windows)
+        """Per group and root, how many blocks are indexed."""
 
     @property
     def num_groups(self) -> int:
         return len(self._windows)
 
     def count(self, root: BlockHash | None = None) -> int:
-        """Of all indexed blocks, or those of one root; costs a look at each stretch."""
-        return sum(stretch.num_blocks for stretch in self._stretches if root is None or stretch.root == root)
+        """Of all indexed blocks, or those of one root."""
+        return sum(self.count_in(group, root) for group in range(self.num_groups))
+
+    def count_in(self, group: int, root: BlockHash | None) -> int:
+        """The same of one group."""
+        counts = self._counts[group]
+        return sum(counts.values()) if root is None else counts.get(root, 0)
 
     def get(self, group: int, hashes: Sequence[BlockHash], block: int) -> int | None:
         """The block number `block` of a prefix."""
@@ -125,6 +104,12 @@ class PrefixIndex:
         place = self._stretches.place(block_id)
         return None if place is None else place[0].name(place[1])
 
+    def name_of(self, block_id: int) -> BlockHash:
+        """Of an indexed block."""
+        name = self.hash_of(block_id)
+        assert name is not None, f"block {block_id} is not indexed"
+        return name
+
     def group_of(self, block_id: int) -> int:
         return self._stretch_of(block_id).group
 
@@ -141,13 +126,19 @@ class PrefixIndex:
         """A request has used a prefix of so many blocks, at least one, and found it so many times."""
         self._stretches.note(0, hashes, num_blocks - 1, finds, now)
 
-    def uses(self) -> UseListing:
-        """What is noted of the first group: a copy of the notes."""
-        return self._stretches.uses(0)
+    def stretches_of(self, begin: int, end: int) -> list[Stretch | None]:
+        """Of the blocks with these ids, one each; None of one that is not indexed."""
+        return self._stretches.of_all(begin, end)
 
-    def listing(self) -> IndexListing:
-        """A copy of all that is indexed: what it costs is the copying of stretches."""
-        return IndexListing(self._num_blocks, self._stretches.copies(), dict(self._tails))
+    def num_tokens(self, block_id: int) -> int:
+        """Of an indexed block."""
+        return self._tails.get(block_id, self.block_size)
+
+    def tails_among(self, block_ids: list[int]) -> list[int]:
+        """Those of these blocks that are not full."""
+        if self._tails.keys().isdisjoint(block_ids):
+            return []
+        return [block_id for block_id in block_ids if block_id in self._tails]
 
     def recall(self, root: BlockHash, tokens: array[int], limit: int) -> tuple[list[BlockHash], array[int]]:
         """The names of a prefix's first blocks, up to `limit`, as far as its tokens tell them: they need not be worked out. And, of
@@ -163,8 +154,11 @@ class PrefixIndex:
         whose names no other block has already. `tokens`: of the prefix, up to the end of these blocks at least."""
         new = self._stretches.insert(group, root, hashes, start, block_ids, tokens)
         if new == [(start, start + len(block_ids))]:
+            self._count(group, root, len(block_ids))
             return block_ids, hashes[start : start + len(block_ids)]
         blocks = [block for first, end in new for block in range(first, end)]
+        if blocks:
+            self._count(group, root, len(blocks))
         return [block_ids[block - start] for block in blocks], [hashes[block] for block in blocks]
 
     def insert_tail(self, group: int, root: BlockHash, tail: Tail, block_id: int) -> bool:
@@ -172,14 +166,25 @@ class PrefixIndex:
         new = not self.is_indexed(block_id) and self._stretches.insert_alone(group, root, tail.parent, tail.name, block_id)
         if new:
             self._tails[block_id] = tail.num_tokens
+            self._count(group, root, 1)
         return new
+
+    def _count(self, group: int, root: BlockHash, num_new: int) -> None:
+        counts = self._counts[group]
+        counts[root] = counts.get(root, 0) + num_new
 
     def remove(self, block_ids: list[int]) -> list[Removed]:
         """Forget blocks, at least one, that are about to be reused, the last of a prefix first."""
         if self._tails:
             for block_id in block_ids:
                 self._tails.pop(block_id, None)
-        return self._stretches.remove(block_ids)
+        removed = self._stretches.remove(block_ids)
+        for piece in removed:
+            counts = self._counts[piece.group]
+            counts[piece.root] -= len(piece.block_ids)
+            if not counts[piece.root]:
+                del counts[piece.root]
+        return removed
 
     def match(self, hashes: Sequence[BlockHash], limit: int, recalled: array[int] | None = None) -> PrefixMatch:
         """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group. `recalled`: the first
@@ -234,6 +239,10 @@ class PrefixIndex:
         for block_id, count in self._tails.items():
             assert 0 < count < self.block_size
             assert self._stretch_of(block_id).num_blocks == 1
+        counts = tuple[Counter[BlockHash], ...](Counter() for _ in self._windows)
+        for stretch in self._stretches:
+            counts[stretch.group][stretch.root] += stretch.num_blocks
+        assert counts == self._counts
 
 
 def _longest_full(table: Container[BlockHash], hashes: Sequence[BlockHash], limit: int) -> int:

@@ -89,11 +89,6 @@ class Stretch:
         notes = within(self.notes, count) if self.notes else ()
         return notes if self.used_at == -inf else noted(notes, count - 1, self.finds, self.used_at)
 
-    def noted_blocks(self) -> list[tuple[int, int, float]]:
-        """Of each block of which something is noted the id, the finds and the last use."""
-        block_ids = self.block_ids()
-        return [(block_ids[offset], finds, used_at) for offset, finds, used_at in self.all_notes()]
-
     def pin_notes(self) -> None:
         """More blocks are about to follow the last one: its notes stay its own."""
         if self.notes or self.used_at != -inf:

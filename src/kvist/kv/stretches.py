@@ -27,7 +27,6 @@ from zlib import crc32
 
 from kvist.kv.block import HASH_BYTES, BlockHash, name_at
 from kvist.kv.stretch import ID_BYTES, Stretch
-from kvist.kv.uses import UseListing
 
 MAX_STRETCH = 64
 MIN_RECALLED = 8
@@ -57,16 +56,7 @@ class Removed(NamedTuple):
     root: BlockHash
     names: bytes
     block_ids: list[int]
-
-
-class StretchCopy(NamedTuple):
-    """A stretch at one moment."""
-
     group: int
-    root: BlockHash
-    parent: BlockHash
-    names: bytes
-    block_ids: bytes
 
 
 class Stretches:
@@ -89,6 +79,10 @@ class Stretches:
 
     def of(self, block_id: int) -> Stretch | None:
         return self._of[block_id]
+
+    def of_all(self, begin: int, end: int) -> list[Stretch | None]:
+        """Of the blocks with these ids."""
+        return self._of[begin:end]
 
     def place(self, block_id: int) -> tuple[Stretch, int] | None:
         """A block's stretch, and where it stands in it."""
@@ -287,7 +281,7 @@ class Stretches:
                 del self._beginnings[place]
             # Those behind it may lead here until they are gone.
             stretch.names = stretch.tokens = stretch.packed_ids = b""
-        return Removed(stretch.root, names, ends)
+        return Removed(stretch.root, names, ends, stretch.group)
 
     def _shorten(self, stretch: Stretch, keep: int) -> None:
         stretch.names, stretch.tokens = stretch.names[: HASH_BYTES * keep], stretch.tokens[: self._block_bytes * keep]
@@ -309,15 +303,6 @@ class Stretches:
             self._beginnings[self._beginning(behind)] = behind
         for block_id in behind.block_ids():
             self._of[block_id] = behind
-
-    def copies(self) -> list[StretchCopy]:
-        return [StretchCopy(one.group, one.root, one.parent, one.names, one.packed_ids) for one in self]
-
-    def uses(self, group: int) -> UseListing:
-        """What is noted in one group."""
-        return UseListing(
-            {block_id: (finds, used_at) for one in self._of_group(group) for block_id, finds, used_at in one.noted_blocks()}
-        )
 
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
@@ -342,12 +327,3 @@ class Stretches:
 
     def _num_placed(self) -> int:
         return len(self._of) - self._of.count(None)
-
-
-def blocks_of(stretch: StretchCopy) -> Iterator[tuple[int, BlockHash, BlockHash]]:
-    """Of each block its id, its name and the name before it, or the root."""
-    parent = stretch.parent
-    for offset, block_id in enumerate(array("I", stretch.block_ids)):
-        name = name_at(stretch.names, offset)
-        yield block_id, name, parent
-        parent = name

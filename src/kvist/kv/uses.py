@@ -7,10 +7,6 @@ block before them (`kv/stretches.py`). This module knows no blocks but by the pl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import inf
-
 Note = tuple[int, int, float]
 """Of a block: its offset in a stretch, how many finds ended there, and the last of these or another use."""
 Notes = tuple[Note, ...]
@@ -32,16 +28,3 @@ def within(notes: Notes, count: int) -> Notes:
     for offset, finds, used_at in notes:
         found = noted(found, min(offset, count - 1), finds, used_at)
     return found
-
-
-@dataclass(frozen=True)
-class UseListing:
-    """What is noted at one moment, by block id: finds and last use."""
-
-    notes: Mapping[int, tuple[int, float]]
-
-    def of(self, block_ids: Iterable[int]) -> tuple[int, float]:
-        """Of a block, from itself and all blocks behind it: how many requests found it, and when it was used last; -inf: nothing is
-        noted."""
-        found = [self.notes[block_id] for block_id in block_ids if block_id in self.notes]
-        return sum(finds for finds, _ in found), max((used_at for _, used_at in found), default=-inf)

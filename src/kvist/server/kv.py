@@ -1,7 +1,7 @@
 """`/v1/kv/...`: what the KV memory holds, why a prompt misses, and what is to be kept or forgotten.
 
 Knows the questions of `engine.kv_view`, and which prefixes a caller may see: with API keys those of the own key (and of one
-`cache_salt` of it), without keys everybody's unless a `cache_salt` is named. Work on large listings runs in a thread.
+`cache_salt` of it), without keys everybody's unless a `cache_salt` is named. The radix view is worked out in a thread.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ async def stats(request: Request, cache_salt: Salt = None) -> Response:
 
 @router.get("/blocks")
 async def blocks(request: Request, cache_salt: Salt = None, start: Annotated[int, Query(ge=0)] = 0, limit: Limit = 100) -> Response:
-    """Cached blocks by id, a page at a time."""
-    listing = await state_of(request).engine.ask_kv("blocks", salt=scope_of(request, cache_salt))
-    return JSONResponse(await asyncio.to_thread(listing.page, start, limit))
+    """Cached blocks by id, a page at a time: those from the id `start` on."""
+    salt = scope_of(request, cache_salt)
+    return JSONResponse(await state_of(request).engine.ask_kv("blocks", salt=salt, start=start, limit=limit))
 
 
 @router.get("/prefixes")
@@ -99,8 +99,8 @@ async def prefixes(
     limit: Limit = 100,
 ) -> Response:
     """The radix view: runs of blocks below `parent` (a `last` of this listing), or the beginnings."""
-    listing = await state_of(request).engine.ask_kv("blocks", salt=scope_of(request, cache_salt))
-    return JSONResponse(await asyncio.to_thread(listing.tree, parent, limit))
+    found = await state_of(request).engine.ask_kv("prefixes", salt=scope_of(request, cache_salt))
+    return JSONResponse(await asyncio.to_thread(found.tree, parent, limit))
 
 
 @router.post("/explain")
