@@ -221,6 +221,24 @@ def test_preemption_takes_the_cheaper_way_and_leaves_a_record(read: int | None, 
     assert (sim.num_filled > 0) == (kind == "swap")
 
 
+def test_a_tier_that_takes_no_blocks_is_read_and_nobody_is_swapped_to_it() -> None:
+    sim = TieredSim(num_blocks=8, block_size=4, max_num_batched_tokens=16)
+    sim.generate("first", range(12), 1)
+    new = restarted(sim)
+    new.set_rates(10**12, 1)
+    new.tier.takes_blocks = False
+    again, other = new.add("again", range(12), 16), new.add("other", range(50, 58), 16)
+    new.run()
+    assert again.num_cached_tokens == 11
+    for request in (again, other):
+        assert request.output_token_ids == alone(request, (None,))
+    records = new.scheduler.preemptions()
+    assert {record.kind for record in records} == {"recompute"}
+    assert new.scheduler.stats().num_swaps == 0
+    assert new.disk.keys() == sim.disk.keys()
+    assert not new.staged
+
+
 @pytest.mark.parametrize(("latency", "write_latency"), [(0, 0), (2, 0), (2, 10**6)])
 def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(latency: int, write_latency: int) -> None:
     """Those that run grow into all that is free: what is brought back too early is lost to them before its request is admitted.

@@ -6,12 +6,15 @@ holds, and the next start finds a folder that it can use.
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from helpers.disk import Crash, FaultyFiles, abandon, get, known, names, open_store, put
 from kvist.config import SyncPolicy
+from kvist.errors import ConfigError
 from kvist.store.disk import MAX_FAILURES, DiskStore
 
 QUOTA = 6000
@@ -135,6 +138,24 @@ def test_a_disk_that_stays_full_ends_writing_not_reading(tmp_path: Path) -> None
     assert store.stats().write_errors == MAX_FAILURES
     assert all(get(store, *names(5)))
     abandon(store)
+
+
+def test_a_disk_that_is_full_at_the_start_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the lock, which names the process, has room for it."""
+    store = open_store(tmp_path)
+    put(store, *names(5))
+    store.close()
+
+    def full(fd: int, data: object, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    again = open_store(tmp_path)
+    assert all(get(again, *names(5)))
+    with pytest.raises(ConfigError, match="in use by another kvist"):
+        open_store(tmp_path)
+    assert put(again, b"more") == []
+    again.close()
 
 
 @pytest.mark.parametrize("sync", ["always", "segment"])

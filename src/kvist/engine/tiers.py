@@ -63,7 +63,8 @@ class Tiers:
         return self.prefetcher.num_restoring
 
     def receive(self) -> None:
-        """Tell the deciders what has been stored, lost and filled."""
+        """Tell the deciders what has been stored, lost and filled, and whether more is written."""
+        self._decider.takes_blocks = not self._transfers.store_stats.read_only
         for event in self._transfers.events():
             match event:
                 case Stored(names):
@@ -105,7 +106,7 @@ class Tiers:
         """One sentence for the user."""
         stats = self._transfers.store_stats
         used, quota = format_bytes(stats.used_bytes), format_bytes(stats.quota_bytes)
-        damaged = f", {stats.damaged_blocks:,} damaged ones dropped" if stats.damaged_blocks else ""
+        damaged = f", {stats.damaged_blocks:,} damaged dropped" if stats.damaged_blocks else ""
         return f"Disk tier: {used} of {quota} used, {stats.found_blocks:,} blocks found{damaged}."
 
     def close(self) -> None:

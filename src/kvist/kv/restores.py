@@ -65,28 +65,30 @@ class Restores:
         for name in self._trails.brought(restore.root, hashes, tokens, last, tail):
             self._keeper.forget_tail(name)
 
-    def offer(self, record: Record, starts: Sequence[int]) -> int:
-        """Offer the tier what it lacks of a request's committed blocks, of each group from its start on; how many these are."""
-        stop, size, num_blocks = record.num_committed, self._index.block_size, 0
+    def offer(self, record: Record, starts: Sequence[int]) -> bool:
+        """Offer the tier what it lacks of a request's committed blocks, of each group from its start on; whether it keeps them all
+        now."""
+        stop, size, kept = record.num_committed, self._index.block_size, True
         for group, (table, start) in enumerate(zip(record.tables, starts, strict=True)):
             if start < stop:
                 parent, tokens = record.hashes[start - 1] if start else record.root, record.tokens[start * size : stop * size]
-                self._tier.offer(group, record.root, parent, record.hashes[start:stop], table[start:stop], tokens)
-                num_blocks += stop - start
-        return num_blocks
+                kept &= self._tier.offer(group, record.root, parent, record.hashes[start:stop], table[start:stop], tokens)
+        return kept
 
     def swap(self, record: Record, let_go: Sequence[int], tail: Tail | None, request: Request) -> bool:
         """Offer all, with the last block, which is not full, if that is a `tail`. Whether it can be brought back sooner than
         computed."""
-        num_blocks, num_tokens = self.offer(record, let_go), record.num_committed * self._index.block_size
+        kept, num_tokens = self.offer(record, let_go), record.num_committed * self._index.block_size
+        num_blocks = sum(max(0, record.num_committed - start) for start in let_go)
         if tail is not None:
-            self.offer_tail(record, tail, request)
+            kept &= self.offer_tail(record, tail, request)
             num_blocks, num_tokens = num_blocks + len(record.tables), num_tokens + tail.num_tokens
-        return num_blocks > 0 and self._tier.is_cheaper(num_blocks, num_tokens)
+        return kept and num_blocks > 0 and self._tier.is_cheaper(num_blocks, num_tokens)
 
-    def offer_tail(self, record: Record, tail: Tail, request: Request) -> None:
-        """Offer the last block, which is not full, of a request that loses its blocks."""
-        start = tail.block * self._index.block_size
+    def offer_tail(self, record: Record, tail: Tail, request: Request) -> bool:
+        """Offer the last block, which is not full, of a request that loses its blocks; whether it is kept now."""
+        start, kept = tail.block * self._index.block_size, True
         tokens = array("I", request.token_ids(start, start + tail.num_tokens))
         for group, table in enumerate(record.tables):
-            self._tier.offer(group, record.root, tail.parent, [tail.name], [table[tail.block]], tokens)
+            kept &= self._tier.offer(group, record.root, tail.parent, [tail.name], [table[tail.block]], tokens)
+        return kept

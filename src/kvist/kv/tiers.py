@@ -148,6 +148,8 @@ class TierDecider:
 
     def __init__(self, spec: KVSpec) -> None:
         self.rates = TierRates()
+        self.takes_blocks = True
+        """False once writing to it is given up: what it has can still be read."""
         self._size, self._block_bytes, self._looks_inside = spec.block_size, spec.block_bytes, spec.copies_beginnings
         self._format = encode_format(spec.kv_format, spec.block_size)
         self._formats: set[bytes] = set()
@@ -177,17 +179,20 @@ class TierDecider:
         block_hashes: Iterable[BlockHash],
         block_ids: Iterable[int],
         tokens: array[int],
-    ) -> None:
+    ) -> bool:
         """These blocks follow each other behind `parent`, hold these tokens, and stay as they are until `take_offers` was carried
-        out."""
+        out. Whether they all are kept now."""
         kept, size = self._kept[group], self._size
         for block, (block_hash, block_id) in enumerate(zip(block_hashes, block_ids, strict=True)):
             if block_hash not in kept:
+                if not self.takes_blocks:
+                    return False
                 origin = Origin(self._format, root, parent, tokens[block * size : (block + 1) * size]).encode()
                 self._enter(group, block_hash, origin)
                 self._storing.add((group, block_hash))
                 self._offers.append(BlockCopy(block_hash, group, block_id, origin))
             parent = block_hash
+        return True
 
     def take_offers(self) -> TransferPlan | None:
         """What is to be copied out now, before the next step writes."""

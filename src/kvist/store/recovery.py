@@ -118,6 +118,8 @@ def lock_folder(folder: Path) -> int:
             f"The disk tier's folder {folder} is in use by another kvist{f' (process {owner})' if owner else ''}; "
             "give each its own folder in kv_tiers."
         ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    # Who has it is told to people alone; a disk that is full can still be read.
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
