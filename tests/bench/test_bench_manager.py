@@ -23,3 +23,8 @@ def test_prompts_of_another_length() -> None:
     # 256 of 512 blocks were served before, and the pool holds eight prompts.
     assert cost.found_share == 0.5
     assert cost.mix == Mix(256, 4096)
+
+
+def test_the_memory_is_that_of_the_prompts_asked_for() -> None:
+    # Each prompt is a stretch of its own.
+    assert measure_memory(1024, "lru", mix=Mix(prompt_blocks=1)) > 1.5 * measure_memory(1024, "lru")

@@ -120,11 +120,11 @@ def measure_manager(num_blocks: int, policy: str, *, mix: Mix = USUAL, rounds: i
     return ManagerCost(policy, num_blocks, mix, both, tuple(new), tuple(repeated), drive.found / drive.blocks, None)
 
 
-def measure_memory(num_blocks: int, policy: str) -> float:
+def measure_memory(num_blocks: int, policy: str, *, mix: Mix = USUAL) -> float:
     """Bytes of host memory a block that a full pool's bookkeeping takes, live requests aside."""
     tracemalloc.start()
     try:
-        drive = _Drive(num_blocks, policy)
+        drive = _Drive(num_blocks, policy, mix)
         drive.fill()
         return tracemalloc.get_traced_memory()[0] / num_blocks
     finally:

@@ -108,7 +108,7 @@ def manager_command(
         for name in names:
             for size in sizes:
                 cost = measure_manager(size, name, mix=mix, rounds=rounds)
-                rows.append({**asdict(cost), "bytes_per_block": measure_memory(size, name) if memory else None})
+                rows.append({**asdict(cost), "bytes_per_block": measure_memory(size, name, mix=mix) if memory else None})
                 update(len(rows))
     if as_json:
         print_json({"command": "manager", "measurements": rows})
