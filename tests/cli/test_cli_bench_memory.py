@@ -61,7 +61,7 @@ def test_a_plot_is_drawn_or_its_library_named(capsys: pytest.CaptureFixture[str]
 
 
 def test_manager_reports_cost_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--blocks", "1024", "--prompt-tokens", "16", "--rounds", "1", "--policies", "lru", "--json")
+    arguments = ("--blocks", "1024", "--prompt-tokens", "32", "--rounds", "1", "--policies", "lru", "--json")
     code, output, _ = run(capsys, "manager", *arguments)
     (row,) = json.loads(output)["measurements"]
     assert code == 0

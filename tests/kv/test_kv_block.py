@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from hashlib import sha256
 
 import pytest
 
-from kvist.kv.block import BlockHash, extend_hashes, hasher_of, make_key, prompt_hashes, root_hash
+from kvist.kv.block import AT_ONCE, BlockHash, extend_hashes, hasher_of, make_key, prompt_hashes, root_hash
 
 ROOT = root_hash(b"model", "bf16", 4, "")
 
@@ -33,6 +34,17 @@ def test_hashes_grow_by_whole_blocks_and_do_not_depend_on_how() -> None:
     assert len(set(at_once)) == 3
     with pytest.raises(AssertionError):
         extend_hashes(grown, hasher, [1, 2, 3], 4)
+
+
+def test_the_names_of_long_prompts_are_told_and_nothing_is_left_behind() -> None:
+    tokens = [position % 1000 for position in range(4 * (2 * AT_ONCE + 1))]
+    encoded = b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert hashes_of(tokens) == [sha256(ROOT + encoded[:end]).digest() for end in range(16, len(encoded) + 1, 16)]
+    tracemalloc.start()
+    for length in range(20):
+        assert len(hashes_of([0] * (16_000 + 4 * length))) == 4000 + length
+    assert tracemalloc.get_traced_memory()[0] < 200_000
+    tracemalloc.stop()
 
 
 def test_a_hash_depends_on_all_tokens_before_it() -> None:

@@ -21,6 +21,7 @@ from typing import NamedTuple, NewType, Protocol, cast, overload
 BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 32
 TOKEN_BYTES = 4
+AT_ONCE = 256
 
 
 def name_at(names: bytes, place: int) -> BlockHash:
@@ -100,6 +101,11 @@ def extend_hashes(hashes: list[BlockHash], hasher: Hasher, token_ids: Sequence[i
     """Append the hashes of the blocks that follow `hashes`; `token_ids` are whole blocks that begin where the last one ended, and
     `hasher` has taken in what is before them."""
     assert len(token_ids) % block_size == 0, "only whole blocks have a hash"
+    if len(token_ids) > AT_ONCE * block_size:
+        # `struct` keeps a hundred formats, each of some 32 bytes a block.
+        for begin in range(0, len(token_ids), AT_ONCE * block_size):
+            extend_hashes(hashes, hasher, token_ids[begin : begin + AT_ONCE * block_size], block_size)
+        return
     digest, blocks = hasher.digest, unpack(len(token_ids) // block_size * f"{TOKEN_BYTES * block_size}s", encode_tokens(token_ids))
     # Each is taken in right before its name is told.
     hashes += [digest() for _ in map(hasher.update, blocks)]

@@ -11,6 +11,7 @@ many names at once is done on their bytes.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from struct import Struct, pack, unpack
@@ -110,10 +111,12 @@ class Ghosts:
         if not count:
             return []
         data = array("Q", b"".join(block_hashes))[:: HASH_BYTES // 8].tobytes()
-        ghosts, tags = gather(self._ghosts, self._places(data, count)), unpack("<" + "4xI" * count, data)
+        tags = array("I", data)[1::2]
+        if sys.byteorder == "big":
+            tags.byteswap()
         return [
             ghost & (1 << NOTE_BITS) - 1 if ghost >> NOTE_BITS == tag & 0xFFFFFF and ghost >> NOTE_BITS else None
-            for ghost, tag in zip(ghosts, tags, strict=True)
+            for ghost, tag in zip(gather(self._ghosts, self._places(data, count)), tags, strict=True)
         ]
 
     def _places(self, data: bytes, count: int) -> tuple[int, ...]:

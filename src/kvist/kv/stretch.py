@@ -96,11 +96,12 @@ class Stretch:
 
     def pass_notes_on(self) -> None:
         """The stretch is about to go: its notes move to the block before it."""
-        behind = self
-        while behind.before is not None and not behind.before.packed_ids:
+        behind, notes = self, self.all_notes()
+        # With nothing to pass on nobody walks: a long prefix may go beginning first.
+        while notes and behind.before is not None and not behind.before.packed_ids:
             behind = behind.before
-        if (target := behind.before) is not None:
+        if notes and (target := behind.before) is not None:
             # What has been there may be gone, or be another's now; only the head stays the same for good.
             offset = max(0, target.names.find(behind.parent)) // HASH_BYTES
-            for _, finds, used_at in self.all_notes():
+            for _, finds, used_at in notes:
                 target.note(offset, finds, used_at)
