@@ -17,6 +17,7 @@ from typing import Literal
 from kvist.errors import ConfigError
 from kvist.kv.spec import KVSpec, group_layers
 from kvist.machine import available_memory
+from kvist.sizes import format_bytes, parse_memory
 
 KVFormat = Literal["bf16", "f16", "f32"]
 Isa = Literal["auto", "avx512bf16", "avx512", "avx2", "portable", "numpy"]
@@ -347,27 +348,6 @@ def describe_pool(config: EngineConfig) -> str:
     return text
 
 
-_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
-
-
-def parse_memory(value: str | int | float, *, free: int) -> int:
-    """Bytes meant by `kv_cache_memory`: 2147483648, "2GiB", "2GB", or a share of `free`: "40%", "0.4". Raises ConfigError."""
-    text = str(value).strip().lower().replace("_", "")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[kmgt]?i?b?)", text)
-    if match and not isinstance(value, bool):
-        number, unit = match.groups()
-        share = float(number) / 100 if unit == "%" else float(number) if unit == "" and "." in number else None
-        if share is not None and 0 < share <= 1:
-            return int(free * share)
-        if share is None and unit in _UNITS and float(number) > 0:
-            return int(float(number) * _UNITS[unit])
-    raise ConfigError(
-        f'kv_cache_memory takes bytes ("2GiB", 2147483648) or a share of the free memory ("40%", "0.4"), not {value!r}.'
-    )
-
-
 def parse_tiers(options: EngineOptions) -> DiskTier | None:
     """What `kv_tiers` asks for. Raises ConfigError, also for options that it cannot go with."""
     if options.kv_tier_fsync is not None:
@@ -390,11 +370,3 @@ def parse_tiers(options: EngineOptions) -> DiskTier | None:
     if not quota:
         raise ConfigError(f"kv_tiers takes a size in bytes, as in disk=20GiB:/path, not {match[1]!r}.")
     return DiskTier(quota, Path(match[2]).expanduser(), options.kv_tier_fsync or "segment")
-
-
-def format_bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvist.config import EngineOptions, ModelConfig, check_options, describe_pool, format_bytes, parse_memory, resolve
+from kvist.config import EngineOptions, ModelConfig, check_options, describe_pool, resolve
 from kvist.errors import ConfigError
 from kvist.machine import available_cpus, available_memory
+from kvist.sizes import format_bytes, parse_memory
 
 MODEL = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192)
 BLOCK = 16 * 30 * 2 * 3 * 64 * 2

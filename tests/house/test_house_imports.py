@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "kvist"
-LEAVES = {"config", "errors", "machine", "request", "kv.spec", "kv.hints"}
+LEAVES = {"config", "errors", "machine", "request", "sizes", "kv.spec", "kv.hints"}
 ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     "errors": set(),
     "machine": set(),
     "request": {"errors"},
+    "sizes": {"errors"},
     "kv.spec": {"errors"},
     "kv.hints": {"errors"},
     "kv": set(),

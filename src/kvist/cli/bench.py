@@ -22,8 +22,9 @@ from kvist.cli.fetching import fetch
 from kvist.cli.options import JsonFlag, engine_options, read_text, takes
 from kvist.cli.params import option
 from kvist.cli.terminal import dim, print_json, progress, say
-from kvist.config import EngineOptions, format_bytes
+from kvist.config import EngineOptions
 from kvist.errors import UsageError
+from kvist.sizes import format_bytes
 
 Rounds = Annotated[int, option(min=1, help="Rounds of each work; the median is reported, with the smallest and the largest.")]
 Works = Annotated[str, option(help="Works to run, separated by commas.")]

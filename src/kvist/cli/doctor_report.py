@@ -11,9 +11,10 @@ from typing import Any
 
 from kvist import __version__
 from kvist.bench.machine import machine_facts, read_bandwidth
-from kvist.config import DEFAULT_MODEL, EngineOptions, cache_dir, format_bytes
+from kvist.config import DEFAULT_MODEL, EngineOptions, cache_dir
 from kvist.kernels import cpu
 from kvist.machine import available_cpus
+from kvist.sizes import format_bytes
 
 LOW_MEMORY = 1 << 30
 

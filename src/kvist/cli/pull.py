@@ -14,8 +14,9 @@ import click
 
 from kvist.cli.fetching import pull_bar
 from kvist.cli.params import argument, option
-from kvist.config import DEFAULT_MODEL, format_bytes
+from kvist.config import DEFAULT_MODEL
 from kvist.errors import DownloadError
+from kvist.sizes import format_bytes
 from kvist.weights.hub import Accept, list_models, resolve_model
 from kvist.weights.presets import Terms
 

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 
 from kvist.cli.options import Bundle
 from kvist.cli.params import option
-from kvist.config import api_keys_from_environment, parse_memory
+from kvist.config import api_keys_from_environment
 from kvist.errors import ConfigError
 from kvist.server.keys import KeyRing, check_key
 from kvist.server.options import REASONING_PARSERS, TOOL_PARSERS, ServerOptions
+from kvist.sizes import parse_memory
 
 _DEFAULTS = ServerOptions()
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvist.config import DiskTier, format_bytes
+from kvist.config import DiskTier
 from kvist.engine.transfers import Filled, Lost, Stored, Transfers
 from kvist.kv.manager import KVManager
 from kvist.kv.memory import KVMemory
 from kvist.kv.origins import max_bytes
 from kvist.kv.tiers import TierRates, TransferPlan
 from kvist.sched.prefetch import Prefetcher
+from kvist.sizes import format_bytes
 from kvist.store.tier import StoreStats
 
 NAME = "disk"

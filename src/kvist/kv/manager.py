@@ -5,7 +5,7 @@ after it; `release` when it is preempted, `free` when it ends. The manager decid
 values, no step, no budget, no clock. Queries (`match`, `is_being_computed`, `fit`, `blocks_to_admit`, `usage`) change nothing but
 the memo of hashes, and enter what waits to be entered. Invariants, besides those of pool and index:
 
-* all tables of a request have one length; entry i of group g is a block that the request holds, or 0 if i < `let_go[g]`;
+* a request's record (`kv/records.py`) names the blocks that it holds, and no others;
 * a block's reference count is the number of tables that name it and of plans that fill or copy it, and one more if it is pinned;
 * a block enters the index after `commit`, when its keys and values were computed: a hit never reads what is still being written;
 * a request writes only at `num_computed_tokens` and after, and only to blocks that nobody else holds and the index does not name:
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from kvist.errors import InvalidRequestError
@@ -28,24 +27,15 @@ from kvist.kv.explain import Elsewhere, Explainer
 from kvist.kv.keeper import Keeper
 from kvist.kv.lookup import Lookup
 from kvist.kv.memory import KVUsage, MemoryAccount, MemoryPlan, account_blocks, require_a_token
-from kvist.kv.names import Record, empty_tables, no_match
+from kvist.kv.names import empty_tables, no_match
 from kvist.kv.pins import Pins
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
+from kvist.kv.records import PagedRecord
 from kvist.kv.restores import Restores
 from kvist.kv.spec import KVSpec, first_block
 from kvist.kv.tiers import Restore, TierDecider, TransferPlan
 from kvist.kv.trails import Trails
 from kvist.request import PrefixMiss, Request
-
-
-@dataclass(slots=True)
-class _Record(Record):
-    let_go: list[int] = field(default_factory=list)
-    """Per group, how many leading entries hold no block (any more)."""
-    shares_tail: bool = False
-    """The block of the next row may have to be copied before it is written."""
-    retained: bool = False
-    """The request's own wishes have been entered."""
 
 
 class KVManager:
@@ -92,7 +82,7 @@ class KVManager:
         self._copies = Copies(self._pool, spec.block_size)
         self.pins = Pins(spec, num_blocks, self._keeper.retention, self._index)
         self.tier = TierDecider(spec) if tiered and enable_prefix_caching else None
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, PagedRecord] = {}
         self._restores = None if self.tier is None else Restores(self.tier, self._keeper, self._index, self._trails)
         self._commits = Commits(self._index, self._keeper, self._trails, self._restores)
         recall = partial(self._keeper.explain, block_size=spec.block_size)
@@ -218,7 +208,7 @@ class KVManager:
         assert request.request_id not in self._records, f"request {request.request_id} is known already"
         if request.kv and not self.enable_prefix_caching:
             raise InvalidRequestError("kv asks to keep a prefix, and this server keeps none (prefix caching is off).", param="kv")
-        record = _Record(self._root(request.cache_salt), empty_tables(len(self._windows)), let_go=[0] * self._num_groups)
+        record = PagedRecord(self._root(request.cache_salt), empty_tables(len(self._windows)), let_go=[0] * self._num_groups)
         if request.kv and request.kv.pin:
             record.hash_up_to(request, request.num_prompt_tokens // self._block_size, self._block_size)
         self.pins.add(request, tuple(record.hashes))
@@ -310,10 +300,7 @@ class KVManager:
         if ends == record.let_go:
             return
         self._give_back(record, ends)
-        for group, (start, stop) in enumerate(zip(record.let_go, ends, strict=True)):
-            for block in range(start, stop):
-                record.tables[group][block] = 0
-        record.let_go = ends
+        record.cut(ends)
 
     def rewind(self, request: Request) -> None:
         """The request will be computed from position 0 again: in blocks it holds, or, if a window has let some go, in new ones."""
@@ -328,10 +315,7 @@ class KVManager:
         self._commits.enter()
         record = self._records[request.request_id]
         freed = self._let_go(record)
-        # New tables, not cleared ones: the step that is under way may still read the old ones.
-        record.tables = empty_tables(len(self._windows))
-        record.let_go = [0] * self._num_groups
-        record.num_committed, record.shares_tail = 0, False
+        record.clear()
         return freed
 
     def free(self, request: Request, *, in_step: bool = False) -> int:
@@ -349,21 +333,21 @@ class KVManager:
             self._keeper.forget_tail(name)
         return freed
 
-    def _found(self, request: Request, record: _Record, num_blocks: int) -> None:
+    def _found(self, request: Request, record: PagedRecord, num_blocks: int) -> None:
         record.num_committed = num_blocks
         if num_blocks and not request.num_preemptions:
             self._index.note(record.hashes, num_blocks, 1, self._keeper.now)
 
-    def _let_go(self, record: _Record) -> int:
+    def _let_go(self, record: PagedRecord) -> int:
         """Of all blocks of a request. Returns how many became free."""
         if record.num_committed:
             self._index.note(record.hashes, record.num_committed, 0, self._keeper.now)
         freed, tables = 0, record.tables
         if self._copies.are_planned:
-            freed = self._copies.withdraw([table[first:] for table, first in zip(tables, record.let_go, strict=True)])
+            freed = self._copies.withdraw(record.held())
         return freed + self._give_back(record, [len(tables[0])] * len(tables))
 
-    def _give_back(self, record: _Record, ends: Sequence[int]) -> int:
+    def _give_back(self, record: PagedRecord, ends: Sequence[int]) -> int:
         """Let go of the entries [let_go[g], ends[g]) of each group g, last block first and the groups side by side: what is reused
         first is then the tail of a prefix, in all groups alike, and the beginning, which most requests share, lives longest."""
         return self._pool.release(tails_first(record.tables, record.let_go, ends))
@@ -382,14 +366,11 @@ class KVManager:
         for block_id in [*self._keeper.retention.pinned_blocks(), *self._copies.sources()]:
             counts[block_id] += 1
         for record in self._records.values():
-            for table, let_go in zip(record.tables, record.let_go, strict=True):
-                assert len(table) == len(record.tables[0])
-                assert 0 <= let_go <= len(table)
-                assert not any(table[:let_go])
-                for block_id in table[let_go:]:
-                    counts[block_id] += 1
-            assert record.num_committed <= len(record.tables[0])
+            record.check_tables()
             record.check_invariants(self._block_size)
+            for block_ids in record.held():
+                for block_id in block_ids:
+                    counts[block_id] += 1
         for block_id, count in enumerate(counts):
             assert self._pool.ref_count(block_id) == count
             assert self._pool.is_cached(block_id) == self._index.is_indexed(block_id)
