@@ -209,6 +209,7 @@ def test_swapped_requests_find_what_is_still_to_be_written(
     assert records
     for record in records:
         assert record.num_tokens - record.num_tokens_found < 8, "whole blocks were found, and last ones that were half full"
+        assert record.reason == (None if record.num_tokens == record.num_tokens_found else "partial_block")
     engine.close()
 
 

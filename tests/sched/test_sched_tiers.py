@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
@@ -239,6 +239,64 @@ def test_a_tier_that_takes_no_blocks_is_read_and_nobody_is_swapped_to_it() -> No
     assert not new.staged
 
 
+def reads_late(sim: TieredSim) -> None:
+    sim.latency = 50
+
+
+def computes_quicker(sim: TieredSim) -> None:
+    sim.set_rates(1, 10**6)
+
+
+def loses_all(sim: TieredSim) -> None:
+    sim.tier.lost(list(sim.disk))
+    sim.disk.clear()
+
+
+def reads_nothing(sim: TieredSim) -> None:
+    complete = sim.prefetcher.complete
+    sim.prefetcher.complete = lambda plan_id, filled: complete(plan_id, [False] * len(filled))  # type: ignore[method-assign]
+
+
+def loses_what_came(sim: TieredSim) -> None:
+    complete = sim.prefetcher.complete
+
+    def gone(plan_id: int, filled: Sequence[bool]) -> None:
+        complete(plan_id, filled)
+        finish(flush(sim.manager.index, sim.manager.keeper, None))
+
+    sim.prefetcher.complete = gone  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("disturb", "found", "reason"),
+    [
+        (lambda sim: None, 12, "partial_block"),
+        (reads_late, 4, "late"),
+        (computes_quicker, 4, "cheaper"),
+        (loses_all, 4, "not_kept"),
+        (reads_nothing, 4, "failed"),
+        (loses_what_came, 0, "taken"),
+    ],
+)
+def test_a_preempted_request_is_told_why_it_is_computed_again(
+    disturb: Callable[[TieredSim], None], found: int, reason: str
+) -> None:
+    """Of 13 tokens the last is less than half a block, and 4 stay on the device."""
+    sim = TieredSim(num_blocks=9, block_size=4, max_num_batched_tokens=16, latency=0)
+    sim.set_rates(10**9, 5)
+    sim.add("old", range(12), 20)
+    new = sim.add("new", range(50, 56), 16, wants_events=True)
+    while not sim.scheduler.preemptions():
+        sim.step()
+    disturb(sim)
+    sim.run()
+    (record,) = sim.scheduler.preemptions()
+    assert (record.kind, record.num_tokens, record.num_tokens_found, record.reason) == ("swap", 13, found, reason)
+    resumed = [event.details for output in sim.outputs for event in output.events if event.kind == "resumed"]
+    assert [details.get("reason") for details in resumed] == [reason]
+    assert new.output_token_ids == alone(new, (None,))
+
+
 @pytest.mark.parametrize(("latency", "write_latency"), [(0, 0), (2, 0), (2, 10**6)])
 def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(latency: int, write_latency: int) -> None:
     """Those that run grow into all that is free: what is brought back too early is lost to them before its request is admitted.
@@ -265,12 +323,12 @@ def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(late
 def test_a_last_block_needs_no_room_to_be_copied_to() -> None:
     """Six groups have one each. Where the pool has room for a request and no more, it goes on in the very blocks that came."""
     windows = (8, 24, 8, 24, 8, None)
-    sim = TieredSim(*windows, num_blocks=39, max_num_batched_tokens=32)
+    sim = TieredSim(*windows, num_blocks=33, max_num_batched_tokens=32, latency=0)
     sim.set_rates(10**9, 5)
-    requests = [sim.add(f"r{number}", [100 * number + at for at in range(27)], 60) for number in range(4)]
+    requests = [sim.add(f"r{number}", [100 * number + at for at in range(24)], 60) for number in range(4)]
     sim.run()
     records = sim.scheduler.preemptions()
-    assert [(record.num_tokens, record.num_tokens_found) for record in records] == [(29, 29), (41, 41)]
+    assert [(record.num_tokens, record.num_tokens_found) for record in records] == [(31, 31), (66, 64)]
     for request in requests:
         assert request.output_token_ids == alone(request, windows)
 
@@ -285,6 +343,9 @@ def test_a_beginning_is_read_only_where_there_is_room_for_its_copy(num_blocks: i
     request = new.generate("again", [*range(22), 90], 1)
     assert request.num_cached_tokens == found
     assert new.num_filled == -(-found // 4)
+    probe = new.add("probe", [*range(22), 90], 1)
+    whole = new.manager.match(probe).whole()
+    assert new.prefetcher.admitted(probe, whole, 22) == (0, "no_room")
     assert request.output_token_ids == alone(request, (None,))
 
 

@@ -255,6 +255,7 @@ def test_preemptions_are_told_and_a_tenant_sees_its_own() -> None:
             assert record["tokens"] > 0
             assert record["blocks_freed"] > 0
             assert 0 <= record["tokens_found"] <= record["tokens"]
+            assert record["reason"] is None, "there is no tier that should have kept it"
             assert record["stall"] >= 0
         mine = {name for own in names for name in own}
         for own, answer in zip(names, told, strict=True):

@@ -186,6 +186,7 @@ class KVView:
                 "state": record.state,
                 "tokens": record.num_tokens,
                 "tokens_found": record.num_tokens_found,
+                "reason": record.reason,
                 "blocks_freed": record.num_blocks_freed,
                 "stall": None if record.stall is None else round(record.stall, 3),
             }

@@ -169,8 +169,7 @@ class Keeper:
         if not match.takes_over:
             self.pool.share(block_ids)
             return
-        self._remove(list(block_ids), "superseded")
-        self.pool.drop(block_ids[::-1])
+        self.forget(list(block_ids[::-1]), "superseded")
         taken = self.pool.take(len(block_ids))
         assert taken == list(block_ids), "what was dropped last is taken first"
 

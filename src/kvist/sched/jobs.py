@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvist.kv.tiers import TransferPlan
 from kvist.request import EventKind, Request, RequestEvent, RequestStatus
-from kvist.sched.output import PreemptionRecord, ScheduledRequest
+from kvist.sched.output import LessFound, PreemptionRecord, ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +22,8 @@ class Job:
     told_waiting: bool = False
     num_lost: int = 0
     """Tokens that its last preemption made it give up."""
+    why_less: LessFound | None = None
+    """Why it did not find all these again."""
 
     @property
     def pending(self) -> int:
@@ -72,7 +74,9 @@ class Step:
     def _resume(self, job: Job, seconds: float) -> None:
         job.held_up_since = None
         job.request.stall_time += seconds
-        self.note(job.request, "resumed", seconds=seconds, tokens_kept=job.request.num_computed_tokens)
+        details = {"reason": job.why_less} if job.why_less else {}
+        job.why_less = None
+        self.note(job.request, "resumed", seconds=seconds, tokens_kept=job.request.num_computed_tokens, **details)
 
     def hold_up(self, job: Job, kind: EventKind, **details: int) -> None:
         """The job gets no rows, for want of blocks; told once, until it gets some again."""

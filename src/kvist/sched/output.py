@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvist.kv.memory import NO_PLAN, KVUsage, MemoryPlan
 from kvist.kv.tiers import TransferPlan
@@ -15,6 +15,10 @@ from kvist.request import PrefixMiss, Request, RequestEvent
 
 NO_LOOKUP = ("prompt_logprobs", "caching_off")
 """Reasons of a miss for which the prompt was not compared with the cache at all."""
+LessFound = Literal["partial_block", "not_kept", "cheaper", "late", "no_room", "taken", "failed", "prompt_logprobs"]
+"""Why a preempted request did not find all again that a tier was to keep of it: the rest is less than half a block; the tier never
+had it, or lost it; computing it was cheaper; reading it took longer than computing takes; there were no blocks to read it to; it
+was read, and others took those blocks before the request went on; it could not be read; or scores need it computed."""
 
 
 class ScheduledRequest(NamedTuple):

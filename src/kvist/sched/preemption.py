@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Literal, NamedTuple
 
-from kvist.sched.output import PreemptionRecord
+from kvist.sched.output import LessFound, PreemptionRecord
 
 CAPACITY = 128
 
@@ -40,6 +40,8 @@ class Preemption(NamedTuple):
     """Until it ran again."""
     num_tokens_found: int = 0
     """Of those, how many were found again, on the device or in a tier."""
+    reason: LessFound | None = None
+    """Why these are fewer, where there is a tier."""
 
 
 class PreemptionLog:
@@ -67,18 +69,21 @@ class PreemptionLog:
             self._records.popitem(last=False)
         self._view = None
 
-    def resumed(self, request_id: str, now: float, num_tokens_found: int) -> None:
-        self._close(request_id, "resumed", now, num_tokens_found)
+    def resumed(self, request_id: str, now: float, num_tokens_found: int, reason: LessFound | None) -> None:
+        self._close(request_id, "resumed", now, num_tokens_found, reason)
 
     def ended(self, request_id: str) -> None:
-        self._close(request_id, "ended", None, 0)
+        self._close(request_id, "ended", None, 0, None)
 
-    def _close(self, request_id: str, state: PreemptionState, now: float | None, num_tokens_found: int) -> None:
+    def _close(
+        self, request_id: str, state: PreemptionState, now: float | None, num_tokens_found: int, reason: LessFound | None
+    ) -> None:
         number = self._open.pop(request_id, None)
         record = None if number is None else self._records.get(number)
         if record is not None:
             stall = None if now is None else now - record.time
-            self._records[record.number] = record._replace(state=state, stall=stall, num_tokens_found=num_tokens_found)
+            told = record._replace(state=state, stall=stall, num_tokens_found=num_tokens_found, reason=reason)
+            self._records[record.number] = told
             self._view = None
 
     def records(self) -> tuple[Preemption, ...]:

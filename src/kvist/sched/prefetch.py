@@ -27,6 +27,7 @@ from kvist.kv.manager import KVManager
 from kvist.kv.prefix import PrefixMatch
 from kvist.kv.tiers import Restore, TierDecider, TransferPlan
 from kvist.request import Request
+from kvist.sched.output import LessFound
 
 DEPTH = 4
 MIN_WAIT, MAX_WAIT = 0.25, 10.0
@@ -42,6 +43,8 @@ class _Wait(NamedTuple):
     stop: int = 0
     deadline: float = 0.0
     num_plans: int = 1
+    failed: bool = False
+    """A plan did not bring all that it was to."""
 
 
 class Prefetcher:
@@ -101,7 +104,7 @@ class Prefetcher:
         if plan is None:
             return None
         start = min(last.start, restore.start)
-        self._waits[request.request_id] = _Wait(plan.plan_id, start, restore.stop, deadline, num_plans)
+        self._waits[request.request_id] = _Wait(plan.plan_id, start, restore.stop, deadline, num_plans, last.failed)
         self._running_plans[plan.plan_id] = request.request_id
         return plan
 
@@ -127,18 +130,36 @@ class Prefetcher:
         wait = self._waits.get(request_id)
         if wait is not None and wait.plan_id == plan_id and not all(filled):
             # What is left may be of use: some blocks of windows serve one length alone.
-            self._waits[request_id] = wait._replace(num_plans=max(wait.num_plans, MAX_PLANS - 1))
+            self._waits[request_id] = wait._replace(num_plans=max(wait.num_plans, MAX_PLANS - 1), failed=True)
 
     def swap_out(self, request: Request) -> bool:
         """A request is about to lose its blocks: have the tier keep them. Whether it is to come back from there."""
         return self._manager.swap_out(request)
 
-    def admitted(self, request: Request, match: PrefixMatch) -> int:
-        """How many tokens of the hit its plan brought."""
+    def admitted(self, request: Request, match: PrefixMatch, num_lost: int) -> tuple[int, LessFound | None]:
+        """How many tokens of the hit its plan brought, and why a preempted one finds less than the `num_lost` tokens that it gave
+        up, if it does."""
+        reason = self._why_less(request, match, num_lost) if match.num_tokens < num_lost else None
         wait = self._waits.pop(request.request_id, None)
         if wait is None or wait.plan_id is None:
-            return 0
-        return max(0, min(wait.stop, match.num_tokens) - wait.start)
+            return 0, reason
+        return max(0, min(wait.stop, match.num_tokens) - wait.start), reason
+
+    def _why_less(self, request: Request, match: PrefixMatch, num_lost: int) -> LessFound:
+        wait, more = self._waits.get(request.request_id), self._manager.match(request)
+        if request.wants_prompt_logprobs:
+            return "prompt_logprobs"
+        if more.num_tokens > match.num_tokens:
+            return "no_room"
+        if self._manager.restorable(request, match) is None:
+            return "partial_block" if 2 * (num_lost - match.num_tokens) < self._manager.spec.block_size else "not_kept"
+        if wait is None:
+            return "no_room"
+        if wait.plan_id is None:
+            return "cheaper"
+        if wait.plan_id in self._running_plans:
+            return "late"
+        return "failed" if wait.failed else "taken" if wait.num_plans == MAX_PLANS else "no_room"
 
     def forget(self, request_id: str) -> None:
         """The request left the queue."""

@@ -363,7 +363,7 @@ class Scheduler:
 
     def _start(self, job: Job, match: PrefixMatch, step: Step) -> None:
         request = job.request
-        brought = 0 if self._prefetcher is None else self._prefetcher.admitted(request, match)
+        brought, job.why_less = (0, None) if self._prefetcher is None else self._prefetcher.admitted(request, match, job.num_lost)
         self._manager.attach(request, match)
         request.num_computed_tokens = match.num_tokens
         if request.status is RequestStatus.WAITING:
@@ -371,7 +371,7 @@ class Scheduler:
             request.first_scheduled_time = self._now
             step.start(job, match.num_tokens)
         else:
-            self._preemptions.resumed(request.request_id, step.now, match.num_tokens)
+            self._preemptions.resumed(request.request_id, step.now, match.num_tokens, job.why_less)
             self._totals.num_tokens_recomputed += max(0, job.num_lost - match.num_tokens)
         self._run(job)
 
