@@ -28,3 +28,12 @@ def test_prompts_of_another_length() -> None:
 def test_the_memory_is_that_of_the_prompts_asked_for() -> None:
     # Each prompt is a stretch of its own.
     assert measure_memory(1024, "lru", mix=Mix(prompt_blocks=1)) > 1.5 * measure_memory(1024, "lru")
+
+
+def test_prompts_that_begin_alike() -> None:
+    mix = Mix(prompt_blocks=64, shared_blocks=48)
+    cost = measure_manager(2048, "lru", mix=mix, rounds=1, prompts=20)
+    # Of the new prompts the shared three quarters are found.
+    assert cost.found_share == 0.875
+    # A fork of 16 blocks each.
+    assert 0.9 < measure_memory(8192, "lru", mix=mix) / measure_memory(8192, "lru", mix=Mix(prompt_blocks=16)) < 1.1

@@ -74,6 +74,9 @@ def test_prompts_larger_than_the_pool_are_refused(capsys: pytest.CaptureFixture[
     code, _, errors = run(capsys, "manager", "--blocks", "2048", "--prompt-tokens", "32768")
     assert code == 2
     assert "A prompt of 32768 tokens does not fit 2048 blocks" in errors
+    code, _, errors = run(capsys, "manager", "--blocks", "2048", "--prompt-tokens", "512", "--shared-tokens", "512")
+    assert code == 2
+    assert "--shared-tokens 512 leaves the prompts no block of their own" in errors
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 It fills a pool with prompts until blocks are evicted, then times prompts of which every second one is new, and so evicts others.
 The rest was served before: how long ago is spread evenly over most of what a pool of this size holds, so a large pool is not
 measured on the few blocks that the processor's caches hold. Prompts are of whole blocks and one token more, computed in chunks as
-by a server, one request at a time. No model runs, and each request is made right before it is timed, as by a server that has just
-read it. Times are of the processor, not of the clock, so that other processes disturb less; figures are per block of the prompts.
+by a server, one request at a time, and may all begin alike. No model runs, and each request is made right before it is timed, as by
+a server that has just read it. Times are of the processor, not of the clock, so that other processes disturb less; figures are per
+block of the prompts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Mix:
     prompt_blocks: int = 64
     chunk: int = 512
     """Rows that one step computes, as the server's default."""
+    shared_blocks: int = 0
+    """With which all prompts begin, as with a system prompt."""
 
 
 USUAL = Mix()
@@ -61,7 +64,9 @@ class _Drive:
 
     def request(self, number: int) -> Request:
         """The same prompt for the same number."""
-        tokens = array("H", random.Random(number).randbytes(2 * (BLOCK_SIZE * self.mix.prompt_blocks + 1)))
+        shared = BLOCK_SIZE * self.mix.shared_blocks
+        tokens = array("H", random.Random("shared").randbytes(2 * shared))
+        tokens.frombytes(random.Random(number).randbytes(2 * (BLOCK_SIZE * self.mix.prompt_blocks + 1 - shared)))
         return Request(f"{number}", tokens.tolist(), self.params, 1)
 
     def serve(self, request: Request) -> None:
@@ -89,7 +94,7 @@ class _Drive:
 
     def fill(self) -> int:
         """Serve new prompts until blocks have been evicted; returns how many."""
-        count = self.manager.num_blocks // self.mix.prompt_blocks + 8
+        count = self.manager.num_blocks // (self.mix.prompt_blocks - self.mix.shared_blocks) + 8
         for number in range(count):
             self.serve(self.request(number))
         return count
@@ -101,7 +106,7 @@ def measure_manager(num_blocks: int, policy: str, *, mix: Mix = USUAL, rounds: i
     prompts = prompts or 12_800 // mix.prompt_blocks
     pairs = max(1, prompts // 2)
     number = drive.fill()
-    reach = max(1, int(REACH * num_blocks / mix.prompt_blocks) - prompts)
+    reach = max(1, int(REACH * num_blocks / (mix.prompt_blocks - mix.shared_blocks)) - prompts)
     drive.found = drive.blocks = 0
     new, repeated = [], []
     for turn in range(rounds):

@@ -90,6 +90,9 @@ def manager_command(
     blocks: Annotated[str, option(help="Pool sizes in blocks, separated by commas.")] = "10000,1000000",
     rounds: Annotated[int, option(min=1, help="Rounds; the median is reported, with the smallest and the largest.")] = 5,
     prompt_tokens: Annotated[int, option(min=16, help="Length of the prompts, rounded down to whole blocks of 16.")] = 1024,
+    shared_tokens: Annotated[
+        int, option(min=0, help="Of these so many are the same in all prompts, as in a system prompt; rounded down likewise.")
+    ] = 0,
     chunk: Annotated[int, option(min=1, help="Rows of a prompt that one step computes.")] = 512,
     memory: Annotated[bool, option("--memory/--no-memory", help="Measure host memory too; takes longer.")] = True,
     as_json: JsonFlag = False,
@@ -99,7 +102,9 @@ def manager_command(
 
     names = _names(policies, EVICTION_POLICIES, "--policies")
     sizes = [int(size) for size in _numbers(blocks, "--blocks", 1024, 1e8)]
-    mix = Mix(prompt_tokens // BLOCK_SIZE, chunk)
+    mix = Mix(prompt_tokens // BLOCK_SIZE, chunk, shared_tokens // BLOCK_SIZE)
+    if mix.shared_blocks >= mix.prompt_blocks:
+        raise UsageError(f"--shared-tokens {shared_tokens} leaves the prompts no block of their own; raise --prompt-tokens.")
     if mix.prompt_blocks >= min(sizes):
         small = int(min(sizes))
         raise UsageError(f"A prompt of {prompt_tokens} tokens does not fit {small} blocks; choose --prompt-tokens or --blocks.")

@@ -44,7 +44,7 @@ class Commits:
         own = record.tables[0][start:full].tolist()
         for group, table in enumerate(record.tables):
             block_ids = table[start:full].tolist() if group else own
-            named, names = self._index.insert(group, root, record.hashes, start, block_ids, record.tokens)
+            named, names = self._index.insert(group, root, record.hashes, start, block_ids, record.tokens, table[start - 1])
             self._keeper.enter(root, names, named, time)
             if not group and len(named) < len(own):
                 own = self._found_ones(record, start, own)

@@ -336,12 +336,12 @@ class KVManager:
     def _found(self, request: Request, record: PagedRecord, num_blocks: int) -> None:
         record.num_committed = num_blocks
         if num_blocks and not request.num_preemptions:
-            self._index.note(record.hashes, num_blocks, 1, self._keeper.now)
+            self._index.note(record.hashes, num_blocks, record.tables[0], 1, self._keeper.now)
 
     def _let_go(self, record: PagedRecord) -> int:
         """Of all blocks of a request. Returns how many became free."""
         if record.num_committed:
-            self._index.note(record.hashes, record.num_committed, 0, self._keeper.now)
+            self._index.note(record.hashes, record.num_committed, record.tables[0], 0, self._keeper.now)
         freed, tables = 0, record.tables
         if self._copies.are_planned:
             freed = self._copies.withdraw(record.held())

@@ -122,9 +122,10 @@ class PrefixIndex:
         assert stretch is not None, f"block {block_id} is not indexed"
         return stretch
 
-    def note(self, hashes: Sequence[BlockHash], num_blocks: int, finds: int, now: float) -> None:
-        """A request has used a prefix of so many blocks, at least one, and found it so many times."""
-        self._stretches.note(0, hashes, num_blocks - 1, finds, now)
+    def note(self, hashes: Sequence[BlockHash], num_blocks: int, table: array[int], finds: int, now: float) -> None:
+        """A request has used a prefix of so many blocks, at least one, in the first group by this table, and found it so many
+        times."""
+        self._stretches.note(0, hashes, num_blocks - 1, table[num_blocks - 1], finds, now)
 
     def stretches_of(self, begin: int, end: int) -> list[Stretch | None]:
         """Of the blocks with these ids, one each; None of one that is not indexed."""
@@ -148,11 +149,19 @@ class PrefixIndex:
         return self._stretches.recall(root, tokens[: limit * self.block_size].tobytes())
 
     def insert(
-        self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: list[int], tokens: array[int]
+        self,
+        group: int,
+        root: BlockHash,
+        hashes: Sequence[BlockHash],
+        start: int,
+        block_ids: list[int],
+        tokens: array[int],
+        before: int = 0,
     ) -> tuple[list[int], Sequence[BlockHash]]:
         """Enter computed blocks that are not indexed yet, those of a prefix from number `start` on; returns those that are new,
-        whose names no other block has already. `tokens`: of the prefix, up to the end of these blocks at least."""
-        new = self._stretches.insert(group, root, hashes, start, block_ids, tokens)
+        whose names no other block has already. `tokens`: of the prefix, up to the end of these blocks at least. `before`: the
+        block before them, in the asker's table, or any."""
+        new = self._stretches.insert(group, root, hashes, start, block_ids, tokens, before)
         if new == [(start, start + len(block_ids))]:
             self._count(group, root, len(block_ids))
             return block_ids, hashes[start : start + len(block_ids)]

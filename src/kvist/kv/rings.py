@@ -40,7 +40,7 @@ def pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, int]]:
         yield runs[0], len(runs)
     else:
         for run, same in groupby(runs):
-            yield run, sum(1 for _ in same)
+            yield run, len(list(same))
 
 
 class Rings:

@@ -9,7 +9,6 @@ block's are of different blocks.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from math import inf
 
@@ -57,22 +56,40 @@ class Stretch:
     def holds(self, offset: int, name: BlockHash) -> bool:
         return self.names.startswith(name, HASH_BYTES * offset)
 
+    def offset_of(self, name: BlockHash) -> int | None:
+        """Where the block of this name stands; asked of the last one mostly."""
+        place = len(self.names) - HASH_BYTES if self.names.endswith(name) else self.names.find(name)
+        return None if place < 0 else place // HASH_BYTES
+
     def reach(self, offset: int, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
         """How many names from `offset` on are those of the prefix `hashes` from `start` on, up to `stop`."""
         most = min(self.num_blocks - offset, stop - start)
-        if most <= 0:
+        if most <= 0 or not self.holds(offset, hashes[start]):
             return 0
         if self.holds(offset + most - 1, hashes[start + most - 1]):
             return most
-        return bisect_left(range(most), True, key=lambda block: not self.holds(offset + block, hashes[start + block]))
+        known, names = 1, self.names
+        while known < most:
+            middle = (known + most) // 2
+            if names.startswith(hashes[start + middle], HASH_BYTES * (offset + middle)):
+                known = middle + 1
+            else:
+                most = middle
+        return known
 
     def common_blocks(self, tokens: bytes, block_bytes: int) -> int:
         """How many leading blocks hold these tokens."""
-        tokens = tokens[: len(self.tokens)]
-        most = len(tokens) // block_bytes
-        if self.tokens.startswith(tokens):
+        theirs, known, most = self.tokens, 0, min(len(tokens), len(self.tokens)) // block_bytes
+        if theirs.startswith(tokens) or tokens.startswith(theirs):
             return most
-        return bisect_left(range(most), True, key=lambda block: not self.tokens.startswith(tokens[: (block + 1) * block_bytes]))
+        while known < most:
+            middle = (known + most) // 2
+            begin, end = known * block_bytes, (middle + 1) * block_bytes
+            if theirs[begin:end] == tokens[begin:end]:
+                known = middle + 1
+            else:
+                most = middle
+        return known
 
     def note(self, offset: int, finds: int, used_at: float) -> None:
         """A request found, so many times, or used this block."""
@@ -102,6 +119,6 @@ class Stretch:
             behind = behind.before
         if notes and (target := behind.before) is not None:
             # What has been there may be gone, or be another's now; only the head stays the same for good.
-            offset = max(0, target.names.find(behind.parent)) // HASH_BYTES
+            offset = target.offset_of(behind.parent) or 0
             for _, finds, used_at in notes:
                 target.note(offset, finds, used_at)

@@ -104,9 +104,16 @@ class Stretches:
         alone = heads.alone.get(hashes[block])
         return None if alone is None else (alone, 0)
 
-    def note(self, group: int, hashes: Sequence[BlockHash], block: int, finds: int, used_at: float) -> None:
-        """A request found, so many times, or used the block number `block` of a prefix, if that is here."""
-        if (place := self.find(group, hashes, block)) is not None:
+    def find_near(self, group: int, hashes: Sequence[BlockHash], block: int, block_id: int) -> tuple[Stretch, int] | None:
+        """The same, found at once if it is `block_id`, as the asker holds that."""
+        stretch = self._of[block_id]
+        if stretch is not None and stretch.group == group and (offset := stretch.offset_of(hashes[block])) is not None:
+            return stretch, offset
+        return self.find(group, hashes, block)
+
+    def note(self, group: int, hashes: Sequence[BlockHash], block: int, block_id: int, finds: int, used_at: float) -> None:
+        """A request found, so many times, or used the block number `block` of a prefix, if that is here, likely as `block_id`."""
+        if (place := self.find_near(group, hashes, block, block_id)) is not None:
             place[0].note(place[1], finds, used_at)
 
     def alone(self, group: int, name: BlockHash) -> int | None:
@@ -150,12 +157,19 @@ class Stretches:
         return found, block_ids
 
     def insert(
-        self, group: int, root: BlockHash, hashes: Sequence[BlockHash], start: int, block_ids: Sequence[int], tokens: array[int]
+        self,
+        group: int,
+        root: BlockHash,
+        hashes: Sequence[BlockHash],
+        start: int,
+        block_ids: Sequence[int],
+        tokens: array[int],
+        before: int = 0,
     ) -> list[tuple[int, int]]:
         """Enter the blocks of a prefix, which has these tokens, from number `start` on, as far as their names have no block; of
-        which numbers [from, to)."""
+        which numbers [from, to). The block before them is likely `before`."""
         heads, stop, new = self._heads[group], start + len(block_ids), list[tuple[int, int]]()
-        place = self.find(group, hashes, start - 1) if start else None
+        place = self.find_near(group, hashes, start - 1, before) if start else None
         stretch, offset = (None, 0) if place is None else (place[0], place[1] + 1)
         block = start
         while block < stop:
