@@ -247,6 +247,7 @@ class AsyncEngine:
                     return True
                 if self._asides:
                     self._asides.work()
+                    self._publish(False)
                     continue
                 rest = self._engine.rest()
                 if not checked:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
-from itertools import chain
+from itertools import chain, pairwise
 from math import inf
 from time import sleep
 from typing import Any, NamedTuple
@@ -33,15 +33,16 @@ class _Pace:
 
     def did(self, count: int) -> None:
         self._left -= count
-        if self._left < 0:
+        if self._left <= 0:
             self._left = AT_ONCE
             sleep(PAUSE_SECONDS)
 
     def drain(self, take: Callable[[], object], count: int) -> None:
         """What is let go in one piece holds the lock for as long as that takes."""
-        for _ in range(count):
-            take()
-            self.did(1)
+        for start in range(0, count, AT_ONCE):
+            for _ in range(min(AT_ONCE, count - start)):
+                take()
+            self.did(AT_ONCE)
 
 
 class _Node(NamedTuple):
@@ -145,13 +146,22 @@ class _Tree:
 
     def _add(self, before: BlockHash, names: tuple[BlockHash, ...]) -> None:
         known, following = self.names, self._next
-        for name in names:
-            if name not in known:
-                known.add(name)
-                if following.setdefault(before, name) is not name:
-                    self._others.setdefault(before, []).append(name)
-            before = name
+        if known.isdisjoint(names) and following.keys().isdisjoint(names[:-1]):
+            # Nearly always, and in fewer calls.
+            known.update(names)
+            following.update(pairwise(names))
+            self._link(before, names[0])
+        else:
+            for name in names:
+                if name not in known:
+                    known.add(name)
+                    self._link(before, name)
+                before = name
         self._pace.did(len(names))
+
+    def _link(self, before: BlockHash, name: BlockHash) -> None:
+        if self._next.setdefault(before, name) is not name:
+            self._others.setdefault(before, []).append(name)
 
     def num_children(self, name: BlockHash) -> int:
         return (name in self._next) + len(self._others.get(name, ()))
@@ -202,11 +212,10 @@ class _Tree:
 
     def _uses(self, run: list[BlockHash]) -> tuple[int, float]:
         """What is noted of these blocks: finds, and the last use."""
-        finds, uses, hits, used_at = self._finds, self._used_at, 0, -inf
-        for name in run:
-            if (at := uses.get(name)) is not None:
-                hits += finds[name]
-                used_at = max(used_at, at)
+        hits, used_at = 0, -inf
+        for name in filter(self._used_at.__contains__, run):
+            hits += self._finds[name]
+            used_at = max(used_at, self._used_at[name])
         return hits, used_at
 
     def let_go(self) -> None:
