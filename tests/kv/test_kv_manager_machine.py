@@ -60,11 +60,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.waiting[request.request_id] = request
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def admit(self, data: st.DataObject) -> None:
-        self.start(self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting)))))
+    @rule(data=st.data(), way=st.integers(0, 2))
+    def admit(self, data: st.DataObject, way: int) -> None:
+        self.start(self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting)))), way)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Request, way: int = 0) -> None:
         self.enter()
         marks = self.marks(request)
         lengths = range((request.num_tokens - 1) // SIZE + 1)
@@ -85,8 +85,15 @@ class ManagerMachine(RuleBasedStateMachine):
         for group, window in enumerate(self.windows):
             first = first_block(best * SIZE, window, SIZE)
             assert list(match.block_ids[group]) == [0] * first + [self.found[group, mark] for mark in marks[first:best]]
-        self.manager.attach(request, match)
-        request.num_computed_tokens = match.num_tokens
+        ways = self.manager.ways(request, match)
+        assert [one.takes_over for one in ways] == [False, *[True] * self.is_spare_tail(request, best, copied, sources), False][
+            : len(ways)
+        ]
+        chosen = ways[way % len(ways)]
+        if chosen.takes_over:
+            self.found = {name: block for name, block in self.found.items() if block not in sources}
+        self.manager.attach(request, chosen)
+        request.num_computed_tokens = chosen.num_tokens
         self.running[request.request_id] = request
         self.fresh.add(request.request_id)
 
@@ -106,6 +113,13 @@ class ManagerMachine(RuleBasedStateMachine):
             if common > longest[0] and len(sources) == len(self.windows):
                 longest = common, sources
         return longest
+
+    def is_spare_tail(self, request: Request, best: int, copied: int, sources: list[int]) -> bool:
+        """Whether what would be copied are last blocks that nobody holds, and all that they have."""
+        name, tokens = self.tails.get(self.marks(request)[best - 1] if best else hash(request.cache_salt), (0, []))
+        tails = [self.found.get((group, name)) for group in range(len(self.windows))]
+        held = set().union(*(self.held(other) for other in self.running.values()))
+        return copied > 0 and tails == sources and len(tokens) == copied and not held & set(sources)
 
     @precondition(lambda self: self.running and len(self.waiting) + len(self.running) < 6)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=6))
