@@ -24,6 +24,7 @@ class DictStore:
         self.kept: dict[bytes, bytes] = {}
         self.gate = threading.Event()
         self.gate.set()
+        self.reading = threading.Event()
         self.broken = False
         self.closed = 0
 
@@ -39,6 +40,7 @@ class DictStore:
         return [name for name, _, _ in items]
 
     def get(self, items: Sequence[Target]) -> list[bool]:
+        self.reading.set()
         self.gate.wait(20)
         if self.broken:
             raise RuntimeError("the store is broken")
@@ -182,6 +184,25 @@ def test_a_disk_that_cannot_keep_up_drops_and_says_so(store: DictStore, transfer
     assert sorted(lost + stored) == names(*range(20)), "each in one way"
     assert lost == names(*range(8, 20)), "the staging area had room for eight"
     assert transfers.num_dropped == 12
+
+
+def test_no_more_is_read_for_a_plan_that_nobody_wants(
+    store: DictStore, blocks: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being read comes; of the rest nothing, and nothing of the next plan. One that is wanted is not touched."""
+    monkeypatch.setattr("kvist.engine.transfers.READ_BATCH_BYTES", 2 * SIZE)
+    store.kept = {name: bytes([number]) * SIZE for number, name in enumerate(names(*range(9)))}
+    transfers = Transfers(store, blocks, staging_bytes=SIZE)
+    store.gate.clear()
+    for number, ids in enumerate([(0, 1, 2, 3, 4), (5, 6), (7, 8)]):
+        transfers.fill(plan(number, *ids))
+    assert store.reading.wait(20)
+    transfers.stop_filling(frozenset({0, 1}))
+    store.gate.set()
+    found = [event for event in collect(transfers, 9) if isinstance(event, Filled)]
+    assert [event.filled for event in found] == [[True, True, False, False, False], [False, False], [True, True]]
+    assert [event.num_bytes for event in found] == [2 * SIZE, 0, 2 * SIZE]
+    transfers.close()
 
 
 def test_a_store_that_raises_loses_blocks_and_not_plans(store: DictStore, transfers: Transfers) -> None:

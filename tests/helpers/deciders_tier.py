@@ -48,7 +48,7 @@ class TieredSim(Sim):
         self.disk: dict[bytes, list[int | None]] = {}
         self.about: dict[bytes, bytes] = {}
         self.under_way: list[tuple[int, TransferPlan]] = []
-        self.num_filled = self.num_failed = self.num_waits = 0
+        self.num_filled = self.num_failed = self.num_waits = self.num_stopped = 0
 
     def restart_from(self, old: TieredSim) -> None:
         """Find another's disk at the start."""
@@ -84,17 +84,21 @@ class TieredSim(Sim):
         self.write(everything=everything)
         late, self.under_way = self.under_way, []
         for steps, plan in late:
-            if steps > 0 and not everything:
+            unwanted = plan.plan_id in self.prefetcher.unwanted
+            if steps > 0 and not everything and not unwanted:
                 self.under_way.append((steps - 1, plan))
                 continue
             filled = []
-            for copy in plan.copies:
+            wanted = self.rng.randint(0, len(plan.copies)) if unwanted else len(plan.copies)
+            for copy in plan.copies[:wanted]:
                 found = self.staged.get(copy.name) or self.disk.get(copy.name)
                 good = found is not None and self.rng.random() >= self.trouble
                 if found is None:
                     self.tier.lost([copy.name])
                 self.arena.slots[copy.block_id] = list(found) if found and good else [0] * self.spec.block_size
                 filled.append(good)
+            self.num_stopped += unwanted
+            filled += [False] * (len(plan.copies) - wanted)
             self.num_filled += sum(filled)
             self.num_failed += len(filled) - sum(filled)
             self.prefetcher.complete(plan.plan_id, filled)

@@ -88,9 +88,11 @@ class Tiers:
             self._transfers.copy_out(offers)
         for plan in restores:
             self._transfers.fill(plan)
+        self._transfers.stop_filling(self.prefetcher.unwanted)
 
     def wait(self) -> None:
         """There is nothing to compute until blocks have come."""
+        self._transfers.stop_filling(self.prefetcher.unwanted)
         self._transfers.wait(PATIENCE)
 
     def measured(self, num_rows: int, seconds: float) -> None:

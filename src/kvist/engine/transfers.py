@@ -31,6 +31,8 @@ STAGING_BYTES = 64 << 20
 MIN_STAGED = 8
 WRITE_BATCH = 8
 """Blocks that one write, and one fsync under the policy "always", may take together."""
+READ_BATCH_BYTES = 1 << 20
+"""Read at once, before it is asked again whether anybody still waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Transfers:
         """Held while a slot is read by another thread than the writing one, and while it is given back."""
         self._writes: queue.SimpleQueue[tuple[bytes, bytes, int] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[TransferPlan | None] = queue.SimpleQueue()
+        self._unwanted: frozenset[int] = frozenset()
+        self._read_batch = max(1, READ_BATCH_BYTES // blocks.shape[1])
         self._events: deque[Event] = deque()
         self._news = threading.Condition()
         self.num_dropped = 0
@@ -115,6 +119,10 @@ class Transfers:
 
     def fill(self, plan: TransferPlan) -> None:
         self._reads.put(plan)
+
+    def stop_filling(self, plan_ids: frozenset[int]) -> None:
+        """Read no more for these plans than what is being read; what is not filled then stays so."""
+        self._unwanted = plan_ids
 
     def events(self) -> list[Event]:
         """All that happened since the last call."""
@@ -181,8 +189,12 @@ class Transfers:
             filled = [self._fill_from_staging(copy) for copy in plan.copies]
             rest = [number for number, done in enumerate(filled) if not done]
             started = self._clock()
-            for number, done in zip(rest, self._get([plan.copies[number] for number in rest]), strict=True):
-                filled[number] = done
+            for start in range(0, len(rest), self._read_batch):
+                if plan.plan_id in self._unwanted:
+                    break
+                batch = rest[start : start + self._read_batch]
+                for number, done in zip(batch, self._get([plan.copies[number] for number in batch]), strict=True):
+                    filled[number] = done
             seconds = self._clock() - started
             num_bytes = sum(filled[number] for number in rest) * self._blocks.shape[1]
             self._tell(Lost(self._store.take_lost()), Filled(plan.plan_id, filled, num_bytes, seconds))
@@ -196,7 +208,7 @@ class Transfers:
 
     def _get(self, copies: list[BlockCopy]) -> list[bool]:
         try:
-            return self._store.get([(copy.name, memoryview(self._blocks[copy.block_id])) for copy in copies]) if copies else []
+            return self._store.get([(copy.name, memoryview(self._blocks[copy.block_id])) for copy in copies])
         except Exception:
             logger.exception("Blocks could not be read from the disk tier.")
             return [False] * len(copies)

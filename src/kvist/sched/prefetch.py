@@ -4,7 +4,8 @@ The scheduler asks for the first in the queue before it admits it, and for DEPTH
 would lengthen the hit, and reading is cheaper than computing, blocks are taken for it and a plan goes out with the step; when it is
 complete, the blocks are in the prefix index, and admission finds them like any others. The first in the queue is held for its own
 plan until then, but no longer than computing would have taken (within MIN_WAIT and MAX_WAIT seconds): then it is admitted with what
-is there, and what comes later serves others.
+is there, and what comes later serves others. But while the first in the queue lacks room, which such late plans may hold, and
+waits for none of its own any more, no more is read for those that nobody waits for, or has waited for too long.
 
 Between its plan and its admission others may take the blocks that came, as those that run grow into all that is free. So a
 preempted request, which is in the queue because blocks were short, has a plan only once there is room for all of it; and the first
@@ -14,8 +15,8 @@ Where another request's plan brings some of it already, the first in the queue w
 
 It decides on integers and the step's `now`; it moves nothing. Invariants: a request has one plan at a time, and MAX_PLANS in one
 stay in the queue, those of others that it waited for included, so nobody waits for ever; a plan takes free blocks only, beyond the
-reserve that admission leaves, which one that would run alone need not leave; a request that left does not end its plan, whose
-blocks stay pinned until it is complete.
+reserve that admission leaves, which one that would run alone need not leave; the blocks of an unwanted plan too stay pinned until
+it is complete.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ class Prefetcher:
         self._waits: dict[str, _Wait] = {}
         self._running_plans: dict[int, str] = {}
         """And whose they are."""
+        self._unwanted: set[int] = set()
+
+    @property
+    def unwanted(self) -> frozenset[int]:
+        """Of the plans that are out, those of which no more need be carried out."""
+        return frozenset(self._unwanted)
 
     def look_ahead(self, waiting: Sequence[Request], running: Sequence[Request], now: float) -> tuple[TransferPlan, ...]:
         """Plans for those of these waiting requests that have had none."""
@@ -70,9 +77,14 @@ class Prefetcher:
     ) -> tuple[TransferPlan, ...]:
         """A plan for the first in the queue, or none. It would be admitted now, and leave `growth` blocks to the others besides the
         reserve; None: it would not."""
+        wait = self._waits.get(request.request_id)
+        if growth is None and not self.holds(request, now):
+            if wait is not None and wait.plan_id in self._running_plans:
+                self._waits[request.request_id] = wait._replace(num_plans=MAX_PLANS)
+            wanted = {other.plan_id for other in self._waits.values() if now < other.deadline}
+            self._unwanted.update(self._running_plans.keys() - wanted)
         if growth is None or self._tier.is_empty:
             return self.look_ahead([request], running, now)
-        wait = self._waits.get(request.request_id)
         if wait is not None and (wait.plan_id is None or wait.plan_id in self._running_plans or wait.num_plans == MAX_PLANS):
             return ()
         plan = self._plan(request, running, now, growth)
@@ -127,6 +139,7 @@ class Prefetcher:
         """A plan was carried out; `filled` says which of its blocks hold what they should."""
         self._manager.complete_restore(plan_id, filled)
         request_id = self._running_plans.pop(plan_id)
+        self._unwanted.discard(plan_id)
         wait = self._waits.get(request_id)
         if wait is not None and wait.plan_id == plan_id and not all(filled):
             # What is left may be of use: some blocks of windows serve one length alone.
