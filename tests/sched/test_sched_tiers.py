@@ -301,6 +301,21 @@ def test_a_preempted_request_is_told_why_it_is_computed_again(
     assert new.output_token_ids == alone(new, (None,))
 
 
+def test_a_restore_that_was_stopped_was_late() -> None:
+    """It did not fail: nobody would have waited for the rest of it."""
+    sim = TieredSim(num_blocks=11, block_size=4, max_num_batched_tokens=16, latency=0)
+    sim.set_rates(10**9, 5)
+    for number, (size, budget) in enumerate([(12, 20), (6, 16), (6, 16)]):
+        sim.add(f"r{number}", range(50 * number, 50 * number + size), budget)
+    while not sim.scheduler.preemptions():
+        sim.step()
+    sim.latency, sim.rng = 50, random.Random(3)
+    sim.run()
+    assert sim.num_stopped == 2
+    found = [(record.num_tokens, record.num_tokens_found, record.reason) for record in sim.scheduler.preemptions()]
+    assert found == [(12, 8, "late"), (17, 12, "late")]
+
+
 @pytest.mark.parametrize(("latency", "write_latency"), [(0, 0), (2, 0), (2, 10**6)])
 def test_what_was_swapped_is_brought_back_when_there_is_room_and_not_before(latency: int, write_latency: int) -> None:
     """Those that run grow into all that is free: what is brought back too early is lost to them before its request is admitted.

@@ -44,8 +44,8 @@ class _Wait(NamedTuple):
     stop: int = 0
     deadline: float = 0.0
     num_plans: int = 1
-    failed: bool = False
-    """A plan did not bring all that it was to."""
+    ended: LessFound = "taken"
+    """How a plan ended if more are of no use: others took what it brought, or it did not bring all that it was to."""
 
 
 class Prefetcher:
@@ -116,7 +116,7 @@ class Prefetcher:
         if plan is None:
             return None
         start = min(last.start, restore.start)
-        self._waits[request.request_id] = _Wait(plan.plan_id, start, restore.stop, deadline, num_plans, last.failed)
+        self._waits[request.request_id] = _Wait(plan.plan_id, start, restore.stop, deadline, num_plans, last.ended)
         self._running_plans[plan.plan_id] = request.request_id
         return plan
 
@@ -139,11 +139,12 @@ class Prefetcher:
         """A plan was carried out; `filled` says which of its blocks hold what they should."""
         self._manager.complete_restore(plan_id, filled)
         request_id = self._running_plans.pop(plan_id)
+        ended: LessFound = "late" if plan_id in self._unwanted else "failed"
         self._unwanted.discard(plan_id)
         wait = self._waits.get(request_id)
         if wait is not None and wait.plan_id == plan_id and not all(filled):
             # What is left may be of use: some blocks of windows serve one length alone.
-            self._waits[request_id] = wait._replace(num_plans=max(wait.num_plans, MAX_PLANS - 1), failed=True)
+            self._waits[request_id] = wait._replace(num_plans=max(wait.num_plans, MAX_PLANS - 1), ended=ended)
 
     def swap_out(self, request: Request) -> bool:
         """A request is about to lose its blocks: have the tier keep them. Whether it is to come back from there."""
@@ -172,7 +173,7 @@ class Prefetcher:
             return "cheaper"
         if wait.plan_id in self._running_plans:
             return "late"
-        return "failed" if wait.failed else "taken" if wait.num_plans == MAX_PLANS else "no_room"
+        return wait.ended if wait.num_plans == MAX_PLANS or wait.ended != "taken" else "no_room"
 
     def forget(self, request_id: str) -> None:
         """The request left the queue."""
