@@ -195,6 +195,27 @@ def test_late_restores_that_hold_all_free_blocks_are_stopped() -> None:
         assert request.output_token_ids == alone(request, (None,))
 
 
+@pytest.mark.parametrize("renews", [True, False])
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_what_is_hit_on_the_device_stays_in_the_tier(windows: tuple[int | None, ...], renews: bool) -> None:
+    """A prompt that is asked again and again is not read from the tier, which lets go of it as the oldest: it is written again."""
+    sim = TieredSim(*windows, num_blocks=60, block_size=4)
+    sim.tier.renews = renews
+    sim.generate("first", range(30), 1)
+    written = dict(sim.disk)
+    sim.tier.lost(list(sim.disk))
+    sim.disk.clear()
+    assert sim.generate("again", range(30), 1).num_cached_tokens == 29
+    # The last blocks, which are not full, are offered in any case.
+    assert (len(sim.disk) > len(windows)) == renews
+    assert all(written.get(name, slots) == slots for name, slots in sim.disk.items())
+    new = TieredSim(*windows, num_blocks=60, block_size=4)
+    new.restart_from(sim)
+    request = new.generate("restarted", range(30), 1)
+    assert request.num_disk_tokens >= (28 if renews else 0)
+    assert request.output_token_ids == alone(request, windows)
+
+
 def test_computing_is_chosen_where_it_is_cheaper() -> None:
     sim = TieredSim(num_blocks=40, block_size=4)
     sim.generate("first", range(30), 1)

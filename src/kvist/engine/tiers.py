@@ -138,6 +138,8 @@ def open_disk_tier(tier: DiskTier, manager: KVMemory, blocks: npt.NDArray[np.uin
             "lower the size in kv_tiers."
         )
     manager.tier.found(store.records())
+    # One that is smaller than the pool would be filled by hits over and over.
+    manager.tier.renews = tier.quota >= blocks.nbytes
     return Tiers(manager, Transfers(store, blocks))
 
 

@@ -231,6 +231,8 @@ class KVManager:
                 table.append(block_id)
             record.shares_tail = not match.takes_over
         self._found(request, record, match.num_tokens // self._block_size)
+        if self._restores is not None:
+            self._restores.renew(record, record.let_go)
 
     def fork(self, source: Request, request: Request) -> None:
         """Hold what `source` does. The block that is not full stays shared until one of them writes to it."""

@@ -75,6 +75,11 @@ class Restores:
                 kept &= self._tier.offer(group, record.root, parent, record.hashes[start:stop], table[start:stop], tokens)
         return kept
 
+    def renew(self, record: Record, let_go: Sequence[int]) -> None:
+        """Offer again what the tier has let go of a hit: to it that was old, as what is used on the device is never read there."""
+        if self._tier.renews:
+            self.offer(record, let_go)
+
     def swap(self, record: Record, let_go: Sequence[int], tail: Tail | None, request: Request) -> bool:
         """Offer all, with the last block, which is not full, if that is a `tail`. Whether it can be brought back sooner than
         computed."""

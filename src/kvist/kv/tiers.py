@@ -150,6 +150,8 @@ class TierDecider:
         self.rates = TierRates()
         self.takes_blocks = True
         """False once writing to it is given up: what it has can still be read."""
+        self.renews = True
+        """Whether it is large enough that what is hit on the device, and the tier has let go, is written again."""
         self._size, self._block_bytes, self._looks_inside = spec.block_size, spec.block_bytes, spec.copies_beginnings
         self._format = encode_format(spec.kv_format, spec.block_size)
         self._formats: set[bytes] = set()
