@@ -91,6 +91,30 @@ def test_two_that_go_separate_ways_share_what_they_have_in_common() -> None:
     assert index.find(0, prefix(0, 0, 2), 2) is None
 
 
+def test_what_is_noted_of_a_block_stays_with_it_and_goes_to_the_one_before_in_the_end() -> None:
+    def noted() -> dict[int, tuple[int, float]]:
+        index.check_invariants()
+        return {one.block_ids()[offset]: (finds, at) for one in index for offset, finds, at in one.all_notes()}
+
+    index, other, tokens = filled(*range(10)), prefix(0, 0, 0, 1, 1), array("I", [0, 0, 0, 1, 1])
+    index.note(0, LONG, 9, 9, 3, 5.0)
+    index.note(0, LONG, 2, 2, 1, 4.0)
+    index.remove([5])
+    assert noted() == {2: (1, 4.0), 9: (3, 5.0)}, "each part of a stretch keeps its own"
+    index.insert(0, ROOT, other, 3, [20, 21], tokens)
+    index.note(0, other, 4, 21, 2, 6.0)
+    index.remove([21, 20])
+    assert noted() == {2: (3, 6.0), 9: (3, 5.0)}, "to where it forked off, not to the last of what is before"
+    index.note(0, LONG, 4, 4, 1, 7.0)
+    index.insert(0, ROOT, LONG, 5, [5], ZEROS)
+    assert noted() == {2: (3, 6.0), 4: (1, 7.0), 9: (3, 5.0)}, "of a last block that others follow"
+    index.remove([9, 8, 7, 6])
+    index.remove([4])
+    assert noted() == {2: (3, 6.0), 3: (1, 7.0), 5: (3, 5.0)}
+    index.remove([5])
+    assert noted() == {0: (3, 5.0), 2: (3, 6.0), 3: (1, 7.0)}, "what it was behind is gone, but its beginning is not"
+
+
 def test_names_are_told_from_tokens_as_far_as_these_are_known() -> None:
     index = filled(*range(200))
     tokens = ZEROS.tobytes()
