@@ -134,6 +134,11 @@ def test_pins_come_with_a_request_or_later_and_are_withdrawn(client: httpx.Clien
     for wrong, param in (({"ttl": 5}, "kv.ttl"), ({"priority": 101}, "kv.priority"), ({"pins": True}, None)):
         error = error_of(client.post(COMPLETIONS, json={"prompt": "a", "kv": wrong}), 400)
         assert param is None or error["param"] == param
+    complete(client, ids(31, 2), kv={"pin": None, "ttl": None, "priority": None})
+    assert ask(client, "stats")["pinned_blocks"] == 4
+    for wrong in ([], "pin"):
+        error = error_of(client.post(COMPLETIONS, json={"prompt": "a", "kv": wrong}), 400)
+        assert (error["param"], error["message"]) == ("kv", "kv must be an object.")
 
 
 def test_flush_and_events(client: httpx.Client) -> None:

@@ -90,14 +90,14 @@ class KVOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    pin: bool = False
+    pin: bool | None = None
     ttl: float | None = None
     priority: int | None = None
 
     @property
     def hints(self) -> KVHints:
         """Raises InvalidRequestError."""
-        return KVHints(self.pin, self.ttl, self.priority)
+        return KVHints(self.pin or False, self.ttl, self.priority)
 
 
 class GenerationRequest(BaseModel):
@@ -318,6 +318,8 @@ def _refusal(error: ValidationError) -> InvalidRequestError:
             message = f"{param} is missing."
         case "extra_forbidden":
             message = f"{param} is not a field that this server knows; leave it out."
+        case "model_type" | "dict_type":
+            message = f"{param} must be an object."
         case _ if first["loc"][0] == "stop":
             param, message = "stop", "stop must be a string or a list of strings."
         case _ if first["loc"][0] == "prompt" and len(first["loc"]) > 1:
