@@ -185,13 +185,14 @@ class PrefixIndex:
     def remove(self, block_ids: list[int]) -> list[Removed]:
         """Forget blocks, at least one, that are about to be reused, the last of a prefix first."""
         if self._tails:
-            for block_id in block_ids:
-                self._tails.pop(block_id, None)
+            for block_id in self.tails_among(block_ids):
+                del self._tails[block_id]
         removed = self._stretches.remove(block_ids)
         for piece in removed:
             counts = self._counts[piece.group]
-            counts[piece.root] -= len(piece.block_ids)
-            if not counts[piece.root]:
+            if left := counts[piece.root] - len(piece.block_ids):
+                counts[piece.root] = left
+            else:
                 del counts[piece.root]
         return removed
 
