@@ -28,17 +28,18 @@ class BlockPool:
         self.num_cached = 0
         self.num_evictions = 0
         self.num_touched = 0
-        """The most blocks that held something at once. Those that hold nothing are reused first, so no others were ever written."""
+        """The first so many blocks have held something, as many as did at once at the most: those that were let go and hold nothing
+        are taken before a new one."""
         self._on_evict = on_evict
         self._policy: EvictionPolicy = policy or Lru(num_blocks)
         self._states = [0] * num_blocks
         """Of each block twice its reference count, and 1 more if its content can be found."""
-        self._empty = array("i", range(num_blocks - 1, -1, -1))
-        """Reused from the end."""
+        self._empty = array("i")
+        """Of those the free ones that hold nothing; reused from the end."""
 
     @property
     def num_free(self) -> int:
-        return len(self._empty) + self.num_cached
+        return len(self._empty) + self.num_blocks - self.num_touched + self.num_cached
 
     def ref_count(self, block_id: int) -> int:
         return self._states[block_id] >> 1
@@ -62,19 +63,22 @@ class BlockPool:
 
     def free_queue(self) -> list[int]:
         """The free blocks in the order of their reuse (for tests and explanations; O(free blocks))."""
-        return [*reversed(self._empty), *self._policy.order()]
+        return [*reversed(self._empty), *range(self.num_touched, self.num_blocks), *self._policy.order()]
 
     def take(self, count: int) -> list[int] | None:
         """`count` free blocks, each now held once; cached ones among them are evicted. None when there are fewer."""
         empty, states, taken = self._empty, self._states, []
-        if count > len(empty) + self.num_cached:
+        if count > self.num_free:
             return None
         if empty:
             start = max(0, len(empty) - count)
             taken = empty[start:].tolist()
             taken.reverse()
             del empty[start:]
-            self.num_touched = max(self.num_touched, self.num_blocks - len(empty))
+        if len(taken) < count and self.num_touched < self.num_blocks:
+            start = self.num_touched
+            self.num_touched = min(self.num_blocks, start + count - len(taken))
+            taken += range(start, self.num_touched)
         if (missing := count - len(taken)) > 0:
             evicted = self._policy.pop(missing)
             self.num_cached -= missing
@@ -175,3 +179,4 @@ class BlockPool:
         assert min(self._states) >= 0
         assert self.num_cached == sum(self._states[block_id] for block_id in order)
         assert not any(self._states[block_id] for block_id in self._empty)
+        assert not any(self._states[self.num_touched :])
