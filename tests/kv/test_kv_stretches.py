@@ -41,7 +41,7 @@ def filled(*numbers: int) -> Stretches:
 
 
 def recall(index: Stretches, root: BlockHash, tokens: bytes, group: int = 0) -> list[BlockHash]:
-    names, block_ids = index.recall(root, tokens)
+    names, block_ids = index.recall(root, array("I", tokens), len(tokens) // TOKEN_BYTES)
     assert block_ids == index.leading(group, names, len(names))
     return names
 

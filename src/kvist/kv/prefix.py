@@ -146,7 +146,7 @@ class PrefixIndex:
         one of the groups with full attention, the blocks."""
         if self._recalled is None:
             return [], array("I")
-        return self._stretches.recall(root, tokens[: limit * self.block_size].tobytes())
+        return self._stretches.recall(root, tokens, limit)
 
     def insert(
         self,

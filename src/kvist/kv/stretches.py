@@ -141,19 +141,20 @@ class Stretches:
                 found += stretch.block_ids()[: stretch.reach(0, hashes, block, len(hashes))]
         return found
 
-    def recall(self, root: BlockHash, tokens: bytes) -> tuple[list[BlockHash], array[int]]:
-        """The names of the first blocks of a prefix, as far as they are known by these tokens, which are those of whole blocks; and
-        the blocks."""
+    def recall(self, root: BlockHash, tokens: array[int], num_blocks: int) -> tuple[list[BlockHash], array[int]]:
+        """The names of the first blocks of a prefix, up to so many, as far as they are known by its tokens; and the blocks."""
         found, block_ids = list[BlockHash](), array("I")
-        parent, begin, size, piece_bytes = root, 0, self._block_bytes, MAX_STRETCH * self._block_bytes
-        while begin < len(tokens):
-            piece = tokens[begin : begin + piece_bytes]
-            stretch = self._beginnings.get(crc32(parent + piece[:size]))
-            if stretch is None or stretch.parent != parent or not (count := stretch.common_blocks(piece, size)):
+        parent, size = root, self._block_bytes // tokens.itemsize
+        while (block := len(found)) < num_blocks:
+            stretch = self._beginnings.get(crc32(parent + tokens[block * size : (block + 1) * size].tobytes()))
+            if stretch is None or stretch.parent != parent:
+                break
+            piece = tokens[block * size : min(num_blocks, block + MAX_STRETCH) * size].tobytes()
+            if not (count := stretch.common_blocks(piece, self._block_bytes)):
                 break
             found += unpack(count * f"{HASH_BYTES}s", stretch.names[: count * HASH_BYTES])
             block_ids.frombytes(stretch.packed_ids[: ID_BYTES * count])
-            parent, begin = found[-1], begin + count * size
+            parent = found[-1]
         return found, block_ids
 
     def insert(
