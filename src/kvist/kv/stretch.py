@@ -106,7 +106,7 @@ class Stretch:
         notes = within(self.notes, count) if self.notes else ()
         return notes if self.used_at == -inf else noted(notes, count - 1, self.finds, self.used_at)
 
-    def pin_notes(self) -> None:
+    def keep_notes(self) -> None:
         """More blocks are about to follow the last one: its notes stay its own."""
         if self.notes or self.used_at != -inf:
             self.notes, self.finds, self.used_at = self.all_notes(), 0, -inf

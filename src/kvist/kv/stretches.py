@@ -224,7 +224,7 @@ class Stretches:
                 stretch = Stretch(group, root, hashes[block - 1] if block else root, stretch)
                 self._heads[group].at(block)[hashes[block]] = stretch
             else:
-                stretch.pin_notes()
+                stretch.keep_notes()
             end = min(stop, block - block % MAX_STRETCH + MAX_STRETCH)
             ids = block_ids[block - start : end - start]
             stretch.names += b"".join(hashes[block:end])
@@ -307,7 +307,7 @@ class Stretches:
         if keep == stretch.num_blocks:
             return
         behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1), stretch)
-        stretch.pin_notes()
+        stretch.keep_notes()
         behind.notes = tuple((offset - keep, finds, used_at) for offset, finds, used_at in stretch.notes if offset >= keep)
         stretch.notes = tuple(note for note in stretch.notes if note[0] < keep)
         behind.names, behind.packed_ids = stretch.names[HASH_BYTES * keep :], stretch.packed_ids[ID_BYTES * keep :]

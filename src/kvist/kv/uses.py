@@ -2,7 +2,7 @@
 
 A request that found a block has found all before it, so a block's finds are those noted at it and at all blocks behind it:
 whoever asks adds them up, and a request costs O(1) however long its prefix is. The notes of blocks that are taken out go to the
-block before them (`kv/stretches.py`). This module knows no blocks but by the place in a stretch, and reads no clock.
+block before them (`kv/stretch.py`). This module knows no blocks but by the place in a stretch, and reads no clock.
 """
 
 from __future__ import annotations
