@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from helpers.tiny_engine import ISAS, Collected, Trace, drain, run, run_one, tiny_engine, trace_logits
 from kvist.config import EVICTION_POLICIES
 from kvist.engine.engine import Engine
+from kvist.kv import walks
 from kvist.kv.prefix import PrefixIndex
 from kvist.request import SamplingParams
 
@@ -290,6 +291,32 @@ def test_evicted_and_found_again(isa, model, policy):
     assert engine.manager.usage().evictions > 0
     assert sum(one.usage.num_cached_tokens for one in outputs.values()) > 0
     engine.check_idle()
+
+
+@everywhere
+def test_flushed_and_listed_in_pieces_between_steps(isa, model, monkeypatch):
+    """Half of a prefix may be gone when the next request looks for it."""
+    monkeypatch.setattr(walks, "PIECE_BLOCKS", 16)
+    monkeypatch.setattr(walks, "FLUSHED_BLOCKS", 1)
+    prompts = {f"r{i}": (*prompt(48, i % 2), *prompt(20, i % 5)) for i in range(12)}
+    engine = tiny_engine(isa, num_kv_blocks=100, max_num_seqs=2, **MODELS[model])
+    trace, step, ended = trace_logits(engine), engine.step, list[str]()
+    open_walks = {question: engine.begin_kv(question, salt=None) for question in ("flush", "prefixes")}
+
+    def step_with_pieces() -> Any:
+        for question, walk in open_walks.items():
+            if next(walk, "ended") == "ended":
+                ended.append(question)
+                open_walks[question] = engine.begin_kv(question, salt=None)
+        return step()
+
+    monkeypatch.setattr(engine, "step", step_with_pieces)
+    outputs = run_all(engine, prompts)
+    assert_as_alone(isa, model, trace, prompts, outputs)
+    assert "prefixes" in ended
+    flushed = [event for event in engine.manager.keeper.events.since(0, 5000) if event.reason == "flushed"]
+    assert len(flushed) > 5
+    assert sum(one.usage.num_cached_tokens for one in outputs.values()) > 0
 
 
 @everywhere
