@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvist.bench.machine import read_file
-from kvist.bench.measure import Round
+from kvist.bench.measure import Round, Unit
 from kvist.bench.session import Contender, Session, SessionError
 from kvist.bench.throughput import tokens_per_second
 from kvist.bench.workloads import SEED, Work, draw_prompts
 
-UNITS = {"prefill": "tokens/s", "decode": "tokens/s", "output": "tokens/s", "start": "ms", "memory": "MiB"}
+UNITS: dict[str, Unit] = {"prefill": "tokens/s", "decode": "tokens/s", "output": "tokens/s", "start": "ms", "memory": "MiB"}
 LOWER_IS_BETTER = ("start", "memory")
 FRESH = ("start", "memory")
 """Works that take a new process for each measurement."""

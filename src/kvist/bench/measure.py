@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvist.bench.workloads import SEED, Work, draw_prompts
 from kvist.errors import UsageError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Generate = Callable[[list[list[int]], int], list[RequestOutput]]
 """(prompts, new tokens for each) -> outputs, all of exactly that many tokens."""
+Unit = Literal["ms", "s", "steps", "tokens/s", "MiB", "%", "×"]
+"""As tables and JSON show it; ×: how many times as much, or as fast."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Measurement:
     """One figure over several rounds."""
 
     name: str
-    unit: str
+    unit: Unit
     values: tuple[float, ...]
 
     @property

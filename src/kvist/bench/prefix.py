@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvist.bench.kept import Kept
-from kvist.bench.measure import Measurement
+from kvist.bench.measure import Measurement, Unit
 from kvist.bench.render import require_matplotlib
 from kvist.bench.workloads import SEED, draw_prompts
 from kvist.errors import EngineError, UsageError
@@ -175,7 +175,7 @@ def summarize(kept: Kept, crowd: Crowd, block_size: int) -> dict[str, Any]:
     rounds = sorted(set.intersection(*(set(runs) for runs in parts.values())))
     shared, alone, first = ([parts[part][number] for number in rounds] for part in PARTS)
 
-    def values(name: str, unit: str, figures: Sequence[float]) -> dict[str, Any]:
+    def values(name: str, unit: Unit, figures: Sequence[float]) -> dict[str, Any]:
         return Measurement(name, unit, tuple(figures)).as_dict()
 
     def ratios(runs: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], over: str, under: str) -> list[float]:

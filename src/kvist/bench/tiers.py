@@ -55,7 +55,7 @@ def measure_restore(llm: LLM, generate: Generate, folder: Path, prefix_tokens: i
         yield [
             Measurement("computed.first_token", "ms", tuple(computed)),
             Measurement("restored.first_token", "ms", tuple(restored)),
-            Measurement("restore_gain", "x", tuple(cold / warm for cold, warm in zip(computed, restored, strict=True))),
+            Measurement("restore_gain", "×", tuple(cold / warm for cold, warm in zip(computed, restored, strict=True))),
         ]
 
 
