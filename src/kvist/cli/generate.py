@@ -259,7 +259,10 @@ def generate(
     output: Annotated[Path | None, option("--output", "-o", help="Write the JSON lines to this file.")] = None,
     as_json: Annotated[bool, option("--json", help="Print one JSON array at the end instead of JSON lines.")] = False,
 ) -> None:
-    """Answer many prompts as one batch; one JSON line for each, in their order.
+    """Complete many prompts as one batch; one JSON line for each, in their order.
+
+    A prompt is text that the model goes on with, without a chat template: to put a question to an instruction model, use kvist
+    chat, or a JSON line with messages.
 
     A JSON line in takes exactly one of prompt (text), messages (a conversation, through the chat template) and prompt_token_ids,
     and optionally id (copied to the output) and params (sampling parameters that win over the flags):

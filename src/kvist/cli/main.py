@@ -41,7 +41,7 @@ COMMANDS = (
     Command("pull", "kvist.cli.pull", "pull", "Fetch a model and keep it in the cache folder."),
     Command("models", "kvist.cli.pull", "models", "List the models that kvist knows by name, and which are here."),
     Command("chat", "kvist.cli.chat", "chat", "Talk to a model in the terminal."),
-    Command("generate", "kvist.cli.generate", "generate", "Answer many prompts, JSON lines out."),
+    Command("generate", "kvist.cli.generate", "generate", "Complete many prompts as raw text, JSON lines out."),
     Command("serve", "kvist.cli.serve", "serve", "Serve a model over an OpenAI-compatible HTTP API."),
     Command("bench", "kvist.cli.bench", "COMMANDS", "Measure this machine, options, KV memory, and other engines."),
     Command("doctor", "kvist.cli.doctor", "doctor", "Tell what this machine offers and what is missing."),
