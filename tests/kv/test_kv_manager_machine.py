@@ -42,6 +42,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """By the fingerprint of the block before (or of nothing): name and tokens of the last block of who ended there."""
         self.fresh: set[str] = set()
         """Who has not computed anything since it was admitted."""
+        self.ended: list[tuple[list[int], str]] = []
+        """Tokens that had been computed of who has ended, and its salt; the latest last."""
         self.count = 0
 
     def marks(self, request: Request) -> list[int]:
@@ -50,8 +52,31 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.waiting) + len(self.running) < 6)
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=30), salt=st.sampled_from(["", "", "", "x"]))
     def add(self, prompt: list[int], salt: str) -> None:
+        self.queue([0] * (len(prompt) // 2) + prompt, salt)
+
+    @precondition(lambda self: self.ended and len(self.waiting) + len(self.running) < 5)
+    @rule(more=st.lists(st.integers(0, 1), min_size=1, max_size=6), ways=st.lists(st.integers(0, 2), max_size=2))
+    def add_next_turns(self, more: list[int], ways: list[int]) -> None:
+        """Two go on where the latest ended, in its last block, which one may hold when the other comes to it."""
+        tokens, salt = self.ended[-1]
+        for token in range(2):
+            self.queue([*tokens, token, *more], salt)
+        for way, request_id in zip(ways, list(self.waiting)[-2:], strict=False):
+            self.start(self.waiting.pop(request_id), way)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), way=st.integers(0, 2))
+    def serve(self, data: st.DataObject, way: int) -> None:
+        """All of a request at once, if there is room for it."""
+        request = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
+        self.start(request, way)
+        self.advance(request, request.num_tokens)
+        self.same()
+        self.finish(request.request_id)
+
+    def queue(self, prompt: list[int], salt: str) -> None:
         self.count += 1
-        request = make_request(f"r{self.count}", [0] * (len(prompt) // 2) + prompt, salt=salt)
+        request = make_request(f"r{self.count}", prompt, salt=salt)
         try:
             self.manager.add(request)
         except ContextLengthError:
@@ -230,14 +255,18 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running or self.waiting)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
+        self.finish(data.draw(st.sampled_from(sorted({**self.running, **self.waiting}))))
+
+    def finish(self, request_id: str) -> None:
         self.enter()
-        request_id = data.draw(st.sampled_from(sorted({**self.running, **self.waiting})))
         running = self.running.pop(request_id, None)
         request = running or self.waiting.pop(request_id)
         tables = [list(table) for table in self.manager.block_tables(request)]
         self.manager.free(request)
         if running is not None:
             self.note_tail(request, tables)
+            if request.num_computed_tokens % SIZE:
+                self.ended.append((request.token_ids(0, request.num_computed_tokens), request.cache_salt))
         if not request.num_computed_tokens:
             # Who ends as one that has computed nothing is not remembered.
             self.passed = {mark: other for mark, other in self.passed.items() if other is not request}
