@@ -333,3 +333,36 @@ def test_what_is_wrong_with_a_question_is_named(client: httpx.Client) -> None:
         error = error_of(client.get(f"/v1/kv/{path}?{query}"), 400)
         assert error["param"] == query.split("=")[0]
         assert error["message"].startswith(f"{error['param']}: ")
+
+
+def test_what_a_question_does_not_take_is_refused(client: httpx.Client) -> None:
+    prompt, messages = ids(1, 3), [{"role": "user", "content": "Hi"}]
+    complete(client, prompt)
+    for method, question in (
+        ("GET", "blocks?begin=3"),
+        ("GET", "stats?limit=5"),
+        ("POST", "flush?cache_salt=x"),
+        ("GET", "events?x"),
+    ):
+        error = error_of(client.request(method, f"/v1/kv/{question}", json={} if method == "POST" else None), 400)
+        name = question.split("?")[1].split("=")[0]
+        assert (error["param"], error["message"].split(" ")[0]) == (name, name)
+    assert ask(client, "stats")["indexed_blocks"] == 3, "a flush of one salt that asked wrongly flushed nothing"
+    for route in ("explain", "pin"):
+        wrong: dict[str, Any]
+        for wrong, param in (
+            ({"messages": messages, "add_special_tokens": True}, "add_special_tokens"),
+            ({"prompt": prompt, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ):
+            assert error_of(client.post(f"/v1/kv/{route}", json=wrong), 400)["param"] == param
+        known = client.post(f"/v1/kv/{route}", json={"messages": messages, "add_special_tokens": False})
+        assert known.status_code == 200 or error_of(known, 400)["param"] == "prompt"
+    for wrong, param in (
+        ({"pin": False, "ttl": 5}, "ttl"),
+        ({"priority": 101}, "priority"),
+        ({"ttl": -1}, "ttl"),
+        ({"prompt": ids(2, 20)}, "pin"),
+    ):
+        complete(client, ids(2, 20))
+        error = error_of(client.post("/v1/kv/pin", json={"prompt": prompt, **wrong}), 400)
+        assert (error["param"], "kv." in error["message"]) == (param, False)

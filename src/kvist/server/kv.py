@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any, Self
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
@@ -25,7 +25,18 @@ from kvist.server.following import FollowedStream
 from kvist.server.protocol import ChatRequest, parse_request
 from kvist.server.state import ServerState, state_of
 
-router = APIRouter(prefix="/v1/kv")
+
+def _known_query(request: Request) -> None:
+    """What is misspelt, or belongs into the body, would change what a question means: a flush of one salt, say, to one of all.
+    Raises InvalidRequestError."""
+    known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
+    for name in request.query_params:
+        if name not in known:
+            takes = f"its query takes {', '.join(sorted(known))}" if known else "it takes none, and reads a body"
+            raise InvalidRequestError(f"{name} is no query parameter of {request.url.path}; {takes}.", param=name)
+
+
+router = APIRouter(prefix="/v1/kv", dependencies=[Depends(_known_query)])
 
 MAX_PAGE = 1000
 FOLLOW_SECONDS = 0.25
@@ -42,7 +53,8 @@ class PromptRequest(BaseModel):
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """True without it for a text; a template writes its own."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
 
@@ -50,6 +62,14 @@ class PromptRequest(BaseModel):
     def _one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("Give either prompt or messages.", param="prompt")
+        if self.messages is None and "chat_template_kwargs" in self.model_fields_set:
+            raise InvalidRequestError(
+                "chat_template_kwargs goes with messages, not with prompt; leave it out.", param="chat_template_kwargs"
+            )
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequestError(
+                "The chat template writes the special tokens; leave add_special_tokens out.", param="add_special_tokens"
+            )
         return self
 
 
@@ -118,10 +138,16 @@ async def pin(request: Request) -> Response:
     """Keep what is cached of a prompt: pinned, or by priority, for `ttl` seconds or until it is withdrawn."""
     state = state_of(request)
     body = await read_body(request, state.options.max_body_bytes, partial(parse_request, PinRequest))
-    hints = body.hints
-    token_ids = await _token_ids(state, body)
-    salt = salt_of(request, body.cache_salt)
-    return JSONResponse(await state.engine.ask_kv("pin", salt=salt, token_ids=token_ids, hints=hints))
+    try:
+        hints = body.hints
+        token_ids = await _token_ids(state, body)
+        salt = salt_of(request, body.cache_salt)
+        return JSONResponse(await state.engine.ask_kv("pin", salt=salt, token_ids=token_ids, hints=hints))
+    except InvalidRequestError as error:
+        if error.param is None or not error.param.startswith("kv."):
+            raise
+        # A part of `kv` in a completion is a field of its own here.
+        raise InvalidRequestError(str(error).replace("kv.", ""), param=error.param.removeprefix("kv.")) from None
 
 
 @router.post("/flush")
@@ -183,7 +209,7 @@ async def _any_token_ids(state: ServerState, body: PromptRequest) -> list[int]:
         return await render(state, parse_request(ChatRequest, fields), None)
     if isinstance(body.prompt, str):
         await state.check_size(len(body.prompt), "prompt")
-        return await state.engine.encode(body.prompt, body.add_special_tokens)
+        return await state.engine.encode(body.prompt, body.add_special_tokens is not False)
     vocab_size = state.engine.config.model.vocab_size
     token_ids = body.prompt or []
     if not all(0 <= token_id < vocab_size for token_id in token_ids):
