@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from helpers.deciders import Sim, make_request, make_spec
+from kvist.kv.hints import KVHints
 from kvist.kv.history import MAX_PROMPTS
 from kvist.kv.manager import KVManager, KVUsage
 from kvist.kv.memory import NO_PLAN
@@ -292,3 +293,76 @@ def test_what_was_not_computed_in_the_last_step_is_not_kept() -> None:
     sim.step()
     assert sim.scheduler.abort("two")
     assert list(tails(sim.manager).values()) == [3]
+
+
+def names_without_a_parent(manager: KVManager, prompt: list[int]) -> list[int]:
+    """Blocks that are here and stand behind one that is not."""
+    block_ids = manager.index.every(0, manager.hashes_of(prompt, "")[1])
+    first = block_ids.index(None) if None in block_ids else len(block_ids)
+    return [block_id for block_id in block_ids[first:] if block_id is not None]
+
+
+@pytest.mark.parametrize("policy", ["lru", "density"])
+def test_who_computes_a_block_again_and_goes_on_behind_it_keeps_it(policy: str) -> None:
+    """All of the first prompt but its last token is found, so the second computes the rest of that block once more."""
+    manager = make_manager(eviction_policy=policy)
+    manager.free(run(manager, "first", range(12)))
+    prompt = [*range(8), *range(50, 58)]
+    request, match = find(manager, "second", range(8))
+    assert (match.num_tokens, match.copied_from) == (7, (1,))
+    start(manager, request, match)
+    assert manager.allocate(request, 1)
+    assert manager.take_plan().copies == ((1, 3),)
+    finish(manager, request)
+    assert manager.index.every(0, manager.hashes_of(prompt, "")[1]) == [0, 3, None, None]
+    request.output_token_ids += prompt[8:]
+    assert manager.allocate(request, 8)
+    finish(manager, request)
+    assert manager.usage() == KVUsage(total=8, live=4, cached=1, free=3, evictions=0), "the first block of that content is let go"
+    manager.free(request)
+    for number in range(8):
+        run(manager, f"{number}", [100 * number + 70])
+        assert names_without_a_parent(manager, prompt) == []
+    assert manager.usage() == KVUsage(total=8, live=8, cached=0, free=0, evictions=5)
+
+
+@pytest.mark.parametrize("policy", ["lru", "density"])
+@pytest.mark.parametrize("evicted", [False, True])
+def test_the_second_block_of_a_content_is_found_once_nobody_holds_the_first(policy: str, evicted: bool) -> None:
+    manager = make_manager(eviction_policy=policy)
+    (first, hit), (second, other) = find(manager, "first", range(4)), find(manager, "second", range(4))
+    for request, match in ((first, hit), (second, other)):
+        start(manager, request, match)
+        assert manager.allocate(request, 4)
+    for request in (first, second):
+        finish(manager, request)
+    second.output_token_ids += range(50, 58)
+    assert manager.allocate(second, 8)
+    finish(manager, second)
+    hashes = manager.hashes_of([*range(4), *range(50, 58)], "")[1]
+    assert manager.index.every(0, hashes) == [0, 2, 3]
+    manager.free(first)
+    if evicted:
+        run(manager, "big", range(80, 100))
+        assert manager.index.every(0, hashes) == [None, 2, 3]
+    manager.free(second)
+    assert manager.index.every(0, hashes) == [1, 2, 3]
+    manager.check_invariants()
+    stored = [event.block_hashes for event in manager.keeper.events.since(0, 99) if event.kind == "stored"]
+    assert stored.count([hashes[0]]) == 1 + evicted
+
+
+@pytest.mark.parametrize("hint", [KVHints(pin=True), KVHints(priority=80)])
+def test_the_first_block_of_a_content_stays_the_one_found_if_it_is_claimed(hint: KVHints) -> None:
+    manager = make_manager()
+    asker = make_request("first", range(8), kv=hint)
+    manager.add(asker)
+    start(manager, asker, manager.match(asker))
+    assert manager.allocate(asker, 8)
+    finish(manager, asker)
+    manager.free(asker)
+    request = run(manager, "second", range(8))
+    assert table(manager, request) == [0, 2]
+    manager.free(request)
+    assert manager.index.every(0, manager.hashes_of(list(range(8)), "")[1]) == [0, 1]
+    manager.check_invariants()

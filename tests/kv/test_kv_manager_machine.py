@@ -89,6 +89,22 @@ class ManagerMachine(RuleBasedStateMachine):
     def admit(self, data: st.DataObject, way: int) -> None:
         self.start(self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting)))), way)
 
+    @precondition(lambda self: len(self.waiting) + len(self.running) < 5)
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=SIZE, max_size=3 * SIZE), more=st.integers(0, 1))
+    def add_twins(self, prompt: list[int], more: int) -> None:
+        """Two compute the same blocks at once, and one goes on."""
+        twins = []
+        for _ in range(2):
+            self.add(prompt, "")
+            if (request := self.waiting.pop(f"r{self.count}", None)) is None:
+                return
+            self.start(request)
+            twins.append(request)
+        for request in twins:
+            self.advance(request, request.num_tokens)
+        twins[more].output_token_ids += prompt
+        self.advance(twins[more], len(prompt))
+
     def start(self, request: Request, way: int = 0) -> None:
         self.enter()
         marks = self.marks(request)
@@ -143,7 +159,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Whether what would be copied are last blocks that nobody holds, and all that they have."""
         name, tokens = self.tails.get(self.marks(request)[best - 1] if best else hash(request.cache_salt), (0, []))
         tails = [self.found.get((group, name)) for group in range(len(self.windows))]
-        held = set().union(*(self.held(other) for other in self.running.values()))
+        held = self.live()
         return copied > 0 and tails == sources and len(tokens) == copied and not held & set(sources)
 
     @precondition(lambda self: self.running and len(self.waiting) + len(self.running) < 6)
@@ -219,10 +235,11 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def note(self, request: Request, start: int, stop: int) -> None:
         """These blocks have been computed."""
-        marks = self.marks(request)
+        marks, kept = self.marks(request), self.kept()
         for group, table in enumerate(self.manager.block_tables(request)):
             for block in range(start, stop):
-                self.found.setdefault((group, marks[block]), table[block])
+                if self.found.get((group, marks[block])) not in kept:
+                    self.found[group, marks[block]] = table[block]
         before = marks[start - 1] if start else hash(request.cache_salt)
         self.passed[before] = request
         if before in self.tails:
@@ -233,6 +250,18 @@ class ManagerMachine(RuleBasedStateMachine):
         for block in range(start, stop):
             if block < stop - 1 or self.found[0, marks[block]] == self.manager.block_tables(request)[0][block]:
                 self.passed[marks[block]] = request
+
+    def keep(self, request: Request) -> None:
+        """Before a request lets go of its blocks: those whose content is not found any more, or in one that nobody holds, are found
+        themselves from now on."""
+        marks, kept, position = self.marks(request), self.kept(), self.position(request)
+        for group, (table, window) in enumerate(zip(self.manager.block_tables(request), self.windows, strict=True)):
+            for block in range(first_block(position, window, SIZE), request.num_computed_tokens // SIZE):
+                name = group, marks[block]
+                if self.found.get(name) not in kept:
+                    if name not in self.found and not group:
+                        self.passed[marks[block]] = request
+                    self.found[name] = table[block]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), rows=st.integers(0, 8))
@@ -246,6 +275,9 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.check_invariants()
             new = self.held(request) - before
             self.found = {name: block for name, block in self.found.items() if block not in new}
+        self.running[request.request_id] = request
+        self.keep(request)
+        del self.running[request.request_id]
         free = self.manager.num_free_blocks
         assert self.manager.release(request) == self.manager.num_free_blocks - free
         request.num_computed_tokens = 0
@@ -259,6 +291,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def finish(self, request_id: str) -> None:
         self.enter()
+        if request_id in self.running:
+            self.keep(self.running[request_id])
         running = self.running.pop(request_id, None)
         request = running or self.waiting.pop(request_id)
         tables = [list(table) for table in self.manager.block_tables(request)]
@@ -289,7 +323,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def drop(self, name: int) -> None:
         """Nobody is led to this tail any more."""
-        held = set().union(*(self.held(request) for request in self.running.values()))
+        held = self.live()
         for group in range(len(self.windows)):
             if self.found.get((group, name), None) not in held | {None}:
                 del self.found[group, name]
@@ -302,19 +336,26 @@ class ManagerMachine(RuleBasedStateMachine):
         return [tail for tail in tails if tail in others]
 
     def held(self, request: Request) -> set[int]:
-        tables = self.manager.block_tables(request)
-        # What the beginning of a block that was found has passed is let go after the next step.
-        position = (
-            request.num_computed_tokens if request.request_id not in self.fresh else request.num_computed_tokens // SIZE * SIZE
-        )
+        tables, position = self.manager.block_tables(request), self.position(request)
         firsts = [first_block(position, window, SIZE) for window in self.windows]
         return {block for table, first in zip(tables, firsts, strict=True) for block in table[first:]}
+
+    def position(self, request: Request) -> int:
+        """What lies before its window is let go: after the next step, if the beginning of a block was found."""
+        return request.num_computed_tokens if request.request_id not in self.fresh else request.num_computed_tokens // SIZE * SIZE
+
+    def live(self) -> set[int]:
+        return set().union(*(self.held(request) for request in self.running.values()))
+
+    def kept(self) -> set[int]:
+        """Blocks in whose place no other of their content is found."""
+        return self.live()
 
     @invariant()
     def same(self) -> None:
         self.manager.check_invariants()
         usage = self.manager.usage()
-        live = set().union(*(self.held(request) for request in self.running.values()))
+        live = self.live()
         assert usage.live == len(live)
         assert usage.cached == len(set(self.found.values()) - live)
         assert usage.live + usage.cached + usage.free == usage.total == self.num_blocks
@@ -337,6 +378,22 @@ class MixedWindowsMachine(ManagerMachine):
     num_blocks: ClassVar[int] = 20
 
 
+class LeastRecentMachine(ManagerMachine):
+    """With lru and no claims no block outlives the one before it, where nobody holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = KVManager(self.spec, self.num_blocks, watermark=0.0, eviction_policy="lru")
+
+    @invariant()
+    def in_order(self) -> None:
+        self.enter()
+        stretches = {stretch for stretch in self.manager.index.stretches_of(0, self.num_blocks) if stretch is not None}
+        for stretch in stretches:
+            if stretch.parent != stretch.root and not self.manager.keeper.pool.ref_count(stretch.block_ids()[0]):
+                assert any(other.offset_of(stretch.parent) is not None for other in stretches)
+
+
 @pytest.fixture(autouse=True)
 def short_prefixes_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their tokens: those of the machine have few blocks."""
@@ -346,6 +403,7 @@ def short_prefixes_are_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
 TestManager = ManagerMachine.TestCase
 TestWindowed = WindowedMachine.TestCase
 TestMixedWindows = MixedWindowsMachine.TestCase
-TestManager.settings = TestWindowed.settings = TestMixedWindows.settings = settings(
+TestLeastRecent = LeastRecentMachine.TestCase
+TestManager.settings = TestWindowed.settings = TestMixedWindows.settings = TestLeastRecent.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None
 )

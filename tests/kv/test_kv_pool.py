@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvist.kv.density import Density
 from kvist.kv.pool import BlockPool
 
 
@@ -56,6 +57,25 @@ def test_sharing_takes_a_cached_block_out_of_the_queue_and_its_return_makes_it_y
     assert pool.free_queue() == [2, 0, 1]
     assert evicted == []
     pool.check_invariants()
+
+
+def test_a_block_takes_the_place_of_another_of_its_content_and_its_class() -> None:
+    policy = Density(4)
+    pool = BlockPool(4, lambda block_ids: None, policy)
+    assert pool.take(2) == [0, 1]
+    pool.mark_cached([0])
+    for _ in range(2):
+        pool.release([0])
+        pool.share([0])
+    pool.release([0])
+    assert (pool.num_cached, pool.num_free) == (1, 3)
+    pool.succeed(1, 0)
+    pool.check_invariants()
+    assert (pool.ref_count(0), pool.is_cached(0), pool.ref_count(1), pool.is_cached(1)) == (0, False, 1, True)
+    assert (pool.num_cached, pool.num_free) == (0, 3)
+    assert pool.take(1) == [0], "which holds nothing now"
+    pool.release([1])
+    assert [memo & 7 for memo in policy.leave([1])] == [2], "found twice"
 
 
 def test_misuse_asserts() -> None:

@@ -50,6 +50,8 @@ class Drive:
         manager.attach(request, match)
         request.num_computed_tokens = match.num_tokens
         assert manager.allocate(request, request.num_tokens - match.num_tokens)
+        manager.take_plan()
+        manager.complete_plan()
         request.num_computed_tokens = request.num_tokens
         manager.commit(request)
         for token in more.get("answer", ()):  # type: ignore[attr-defined]
@@ -100,6 +102,22 @@ def test_a_pin_and_a_priority_lapse_with_their_time(policy: str) -> None:
     assert drive.serve(prompt(1)) == 0
     assert drive.miss is not None
     assert (drive.miss.reason, drive.miss.position) == ("expired", 0)
+
+
+@EVERY_POLICY
+def test_a_claim_that_lapsed_is_told_of_the_block_that_took_the_place_of_the_claimed_one(policy: str) -> None:
+    """A prompt of whole blocks is found but for its last token, so who repeats it computes a second block of that content."""
+    drive = Drive(8, policy)
+    drive.serve([1] * SIZE, priority=80, ttl=5.0)
+    drive.manager.advance(6.0)
+    first = drive.manager.find([1] * (SIZE + 1), "").block_ids[0][0]
+    assert drive.serve([1] * SIZE) == SIZE - 1
+    assert drive.manager.find([1] * (SIZE + 1), "").block_ids[0][0] != first
+    for name in range(2, 40):
+        drive.serve(prompt(name))
+    assert drive.serve([1] * (SIZE + 1)) == 0
+    assert drive.miss is not None
+    assert drive.miss.reason == "expired"
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 1])

@@ -80,6 +80,9 @@ class RetentionMachine(ManagerMachine):
         assert finish(flush(self.manager.index, keeper, root)) == len(mine)
         self.found = {name: block for name, block in self.found.items() if block not in mine}
 
+    def kept(self) -> set[int]:
+        return self.live().union(self.retention.claimed())
+
     @invariant()
     def same(self) -> None:
         for request in self.running.values():
@@ -97,7 +100,7 @@ class RetentionMachine(ManagerMachine):
         pinned = {self.found[name] for _, _, names in self.pins for name in names}
         assert pinned == set(self.retention.pinned_blocks())
         assert len(pinned) == self.manager.num_pinned_blocks <= self.manager.pins.num_taken <= int(BUDGET * self.num_blocks)
-        live = pinned.union(*(self.held(request) for request in self.running.values()))
+        live = pinned | self.live()
         usage = self.manager.usage()
         assert usage.live == len(live)
         assert usage.cached == len(set(self.found.values()) - live)

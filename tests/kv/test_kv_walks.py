@@ -208,7 +208,7 @@ class WalkMachine(RetentionMachine):
         self.open: list[_Open] = []
         self.removed: list[int] = []
         index = self.manager.index
-        remove = index.remove
+        remove, replace = index.remove, index.replace
 
         def watched(block_ids: list[int]) -> list[stretches.Removed]:
             self.removed += block_ids
@@ -217,7 +217,12 @@ class WalkMachine(RetentionMachine):
                     one.always.pop(block_id, None)
             return remove(block_ids)
 
-        index.remove = watched  # type: ignore[method-assign]
+        def replaced(block_id: int, other: int) -> None:
+            for one in self.open:
+                one.always.pop(other, None)
+            replace(block_id, other)
+
+        index.remove, index.replace = watched, replaced  # type: ignore[method-assign]
 
     def cached(self, root: BlockHash | None) -> dict[int, tuple[BlockHash, BlockHash, int]]:
         found = {}

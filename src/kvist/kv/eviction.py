@@ -51,6 +51,9 @@ class EvictionPolicy(Protocol):
     def drop(self, block_ids: Sequence[int]) -> None:
         """These free blocks hold nothing any more."""
 
+    def succeed(self, block_id: int, other: int) -> None:
+        """A held block holds what a free one of ordinary priority does, which is dropped for it."""
+
 
 class Lru(Prioritized):
     """Least recently used first."""

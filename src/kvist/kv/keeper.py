@@ -140,6 +140,18 @@ class Keeper:
             self._remove(block_ids, reason)
             self.pool.drop(block_ids)
 
+    def succeed(self, block_id: int, other: int) -> bool:
+        """Let a held block be found in the place of another of its content, if nobody holds or claims that; whether it is. What
+        follows it is held then or used later, so the other would be evicted from before it."""
+        if self.pool.ref_count(other) or self.retention.claims(other):
+            return False
+        self._index.replace(block_id, other)
+        self.pool.succeed(block_id, other)
+        if other in self._lapsed:
+            self._lapsed.discard(other)
+            self._lapsed.add(block_id)
+        return True
+
     def enter_tail(self, root: BlockHash, tail: Tail, block_ids: Sequence[int]) -> bool:
         """Let a sequence's last block, which is not full, be found, one a group; whether it is."""
         for group, block_id in enumerate(block_ids):

@@ -245,6 +245,7 @@ class KVManager:
         record.hash_up_to(request, theirs.num_committed, self._block_size)
         record.let_go = list(theirs.let_go)
         record.shares_tail = theirs.shares_tail = True
+        record.has_doubles = theirs.has_doubles
         self._found(request, record, theirs.num_committed)
 
     def allocate(self, request: Request, num_new_tokens: int) -> bool:
@@ -342,6 +343,8 @@ class KVManager:
 
     def _let_go(self, record: PagedRecord) -> int:
         """Of all blocks of a request. Returns how many became free."""
+        if record.has_doubles:
+            self._commits.enter_again(record)
         if record.num_committed:
             self._index.note(record.hashes, record.num_committed, record.tables[0], 0, self._keeper.now)
         freed, tables = 0, record.tables

@@ -170,6 +170,17 @@ class BlockPool:
         self.num_cached -= len(block_ids)
         self._empty.extend(block_ids)
 
+    def succeed(self, block_id: int, other: int) -> None:
+        """A held block has the content of a free cached one, which holds nothing from now on."""
+        states = self._states
+        assert states[block_id] >= HELD
+        assert states[other] == FREE_CACHED
+        self._policy.succeed(block_id, other)
+        states[block_id] |= 1
+        states[other] = 0
+        self.num_cached -= 1
+        self._empty.append(other)
+
     def check_invariants(self) -> None:
         """Walk everything; O(num_blocks)."""
         order = self.free_queue()

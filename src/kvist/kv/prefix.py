@@ -78,6 +78,12 @@ class PrefixIndex:
         found = self._stretches.find(group, hashes, block)
         return None if found is None else found[0].block_ids()[found[1]]
 
+    def block(self, group: int, hashes: Sequence[BlockHash], block: int) -> int:
+        """The same of one that is here."""
+        block_id = self.get(group, hashes, block)
+        assert block_id is not None, f"the block number {block} of this prefix is not here"
+        return block_id
+
     def get_tail(self, group: int, name: BlockHash) -> int | None:
         """A block that is not full."""
         return self._stretches.alone(group, name)
@@ -195,6 +201,11 @@ class PrefixIndex:
             else:
                 del counts[piece.root]
         return removed
+
+    def replace(self, block_id: int, other: int) -> None:
+        """Find `block_id`, which is not indexed, where `other` was found, a full block of the same content."""
+        assert not self.is_indexed(block_id)
+        self._stretches.replace(block_id, other)
 
     def match(self, hashes: Sequence[BlockHash], limit: int, recalled: array[int] | None = None) -> PrefixMatch:
         """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group. `recalled`: the first

@@ -19,6 +19,8 @@ class PagedRecord(Record):
     """Per group, how many leading entries hold no block (any more)."""
     shares_tail: bool = False
     """The block of the next row may have to be copied before it is written."""
+    has_doubles: bool = False
+    """Some of what is committed had no name when it was: the second blocks of their contents."""
     retained: bool = False
     """The request's own wishes have been entered."""
 
@@ -36,7 +38,7 @@ class PagedRecord(Record):
     def clear(self) -> None:
         """All are let go, and none is committed. New tables: the step that is under way may still read the old ones."""
         self.tables, self.let_go = empty_tables(len(self.tables)), [0] * len(self.tables)
-        self.num_committed, self.shares_tail = 0, False
+        self.num_committed, self.shares_tail, self.has_doubles = 0, False, False
 
     def check_tables(self) -> None:
         for table, let_go in zip(self.tables, self.let_go, strict=True):

@@ -178,3 +178,8 @@ class Prioritized:
 
     def unlink(self, block_ids: Sequence[int]) -> None:
         self._rings.unlink(block_ids)
+
+    def succeed(self, block_id: int, other: int) -> None:
+        (run,) = self._rings.runs_of((other,))
+        self._rings.unlink((other,))
+        self._rings.set_kind((block_id,), run.kind)

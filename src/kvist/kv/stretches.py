@@ -248,6 +248,16 @@ class Stretches:
     def _beginning(self, stretch: Stretch) -> int:
         return crc32(stretch.parent + stretch.tokens[: self._block_bytes])
 
+    def replace(self, block_id: int, other: int) -> None:
+        """Let `block_id` stand where `other` does, which is taken out."""
+        place = self.place(other)
+        assert place is not None, f"block {other} is not indexed"
+        stretch, offset = place
+        ids = stretch.block_ids()
+        ids[offset] = block_id
+        stretch.packed_ids = ids.tobytes()
+        self._of[block_id], self._of[other] = stretch, None
+
     def remove(self, block_ids: list[int]) -> list[Removed]:
         """Take out different blocks, all of them here, those of one stretch the last first."""
         removed: list[Removed] = []

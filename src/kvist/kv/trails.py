@@ -79,6 +79,14 @@ class Trails:
         theirs = self._trails[ended].token_ids(begin, begin + tail.num_tokens)
         return self._lose_tail(ended) if theirs == trail.token_ids(begin, begin + tail.num_tokens) else None
 
+    def mark(self, number: int, block_id: int) -> None:
+        """A sequence has computed this block."""
+        self._mark[block_id] = number
+
+    def succeed(self, block_id: int, other: int) -> None:
+        """`block_id` is found in the place of `other`."""
+        self._mark[block_id] = self._mark[other]
+
     def ended(self) -> Iterator[Seen]:
         """The latest sequences that have ended, oldest first."""
         return map(self._trails.__getitem__, self._ended)
