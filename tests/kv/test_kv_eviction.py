@@ -9,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from helpers.deciders import make_request, make_spec
+from kvist.bench.eviction import conversations
 from kvist.config import EVICTION_POLICIES
 from kvist.kv.density import AGE_CELLS, CELL_WIDTHS, Density, ReuseStatistics, age_cell
 from kvist.kv.eviction import POLICIES, EvictionPolicy, Lru
 from kvist.kv.ghosts import MEMO_BITS
+from kvist.kv.manager import KVManager
 from kvist.kv.rings import Rings
 
 POLICY_NAMES = sorted(POLICIES)
@@ -143,6 +146,38 @@ def test_content_that_returns_late_is_worth_most_shortly_before() -> None:
     assert max(row) == row[10]
     assert all(row[cell] < row[cell + 1] for cell in range(10))
     assert row[11] < row[0] / 10, "what did not come then is not expected any more"
+
+
+def test_content_that_was_used_more_is_worth_no_less_at_any_age() -> None:
+    """What is known of it may say so, but whoever uses content behind it uses it too."""
+    statistics = ReuseStatistics()
+    statistics.kept = [10_000.0, 0.0, 10_000.0, *[0.0] * 3]
+    statistics.returned[0][10] = 9_000.0
+    statistics.learn()
+    for row, more in itertools.pairwise(statistics.worth):
+        assert all(a <= b for a, b in zip(row, more, strict=True))
+    assert statistics.worth[2][10] == statistics.worth[0][10], "by itself next to nothing"
+
+
+def test_a_prefix_stays_as_long_as_what_follows_it() -> None:
+    """On this made-up trace always; where ages differ much the order may be another."""
+    manager, evictions = KVManager(make_spec(block_size=1), 100, watermark=0.0), 0
+    for number, prompt in enumerate(conversations(40)):
+        request = make_request(f"{number}", prompt.blocks)
+        if request.num_tokens > 100:
+            continue
+        manager.add(request)
+        manager.attach(request, match := manager.match(request))
+        request.num_computed_tokens = match.num_tokens
+        assert manager.allocate(request, request.num_tokens - match.num_tokens)
+        request.num_computed_tokens = request.num_tokens
+        manager.commit(request)
+        manager.free(request)
+        stretches = [stretch for stretch in manager.index.stretches_of(0, 100) if stretch is not None]
+        names = {stretch.name(offset) for stretch in stretches for offset in range(stretch.num_blocks)}
+        assert all(stretch.parent in {*names, stretch.root} for stretch in stretches)
+        evictions = manager.usage().evictions
+    assert evictions > 500
 
 
 def test_density_keeps_used_content_from_a_stream_of_new() -> None:

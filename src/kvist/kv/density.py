@@ -73,7 +73,9 @@ class ReuseStatistics:
             row[:] = [factor * value for value in row]
 
     def learn(self) -> None:
-        """Work out `worth`: per class and age the best ratio of expected hits to expected time over all moments to give up."""
+        """Work out `worth`: per class and age the best ratio of expected hits to expected time over all moments to give up, and no
+        less than that of a lower class. Whoever used a block has used all before it, so what is let go together is of no higher
+        class towards its end, and goes from there inwards."""
         for kind in range(NUM_CLASSES):
             left = self.kept[kind] + PRIOR_WEIGHT
             hits, time = [], []
@@ -93,6 +95,8 @@ class ReuseStatistics:
                     sum_time += more_time
                 joined.append((sum_hits, sum_time))
                 worth[cell] = sum_hits / sum_time
+            if kind:
+                worth[:] = map(max, worth, self.worth[kind - 1])
 
 
 class Density(Prioritized):
