@@ -187,6 +187,46 @@ def test_an_id_that_another_owner_has_meanwhile_is_not_flushed(monkeypatch: pyte
     manager.check_invariants()
 
 
+def twins(manager: KVManager, salt: str = "") -> tuple[Request, Request]:
+    """Two that have computed the same three blocks at once. Those of the first, which have the higher ids, are the ones found."""
+    second, first = (make_request(str(random.getrandbits(64)), prompt(1, 3), 1, salt=salt) for _ in range(2))
+    for request in (second, first):
+        manager.add(request)
+        assert manager.allocate(request, request.num_tokens)
+    for request in (first, second):
+        request.num_computed_tokens = request.num_tokens
+        manager.commit(request)
+    return first, second
+
+
+def test_a_flush_finds_what_has_moved_to_another_block_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walks, "PIECE_BLOCKS", 4)
+    manager = make_manager()
+    first, second = twins(manager)
+    manager.free(first)
+    assert page(manager, "", 0, 100)[0] == [4, 5, 6]
+    walk = walks.flush(manager.index, manager.keeper, root(manager, ""))
+    next(walk)
+    manager.free(second)
+    assert page(manager, "", 0, 100)[0] == [0, 1, 2]
+    assert finish(walk) == 3
+    assert page(manager, "", 0, 100)[0] == []
+    manager.check_invariants()
+
+
+def test_a_listing_tells_what_has_moved_to_another_block_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walks, "PIECE_BLOCKS", 4)
+    manager = make_manager()
+    first, second = twins(manager)
+    manager.free(first)
+    before = list(names_of(finish(walks.listing(manager.index, manager.keeper, None))))
+    walk = walks.listing(manager.index, manager.keeper, root(manager, ""))
+    next(walk)
+    manager.free(second)
+    assert list(names_of(finish(walk))) == before
+    assert len(before) == 3
+
+
 @dataclass
 class _Open:
     kind: str
@@ -219,7 +259,8 @@ class WalkMachine(RetentionMachine):
 
         def replaced(block_id: int, other: int) -> None:
             for one in self.open:
-                one.always.pop(other, None)
+                if (place := one.always.pop(other, None)) is not None and one.kind != "page":
+                    one.always[block_id] = place
             replace(block_id, other)
 
         index.remove, index.replace = watched, replaced  # type: ignore[method-assign]

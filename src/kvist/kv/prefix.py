@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvist.kv.block import TOKEN_BYTES, BlockHash, Tail
@@ -59,6 +60,7 @@ class PrefixIndex:
         """Of the blocks that are not full, how many tokens they hold."""
         self._counts = tuple[dict[BlockHash, int], ...]({} for _ in windows)
         """Per group and root, how many blocks are indexed."""
+        self._watchers: list[dict[int, None]] = []
 
     @property
     def num_groups(self) -> int:
@@ -206,6 +208,17 @@ class PrefixIndex:
         """Find `block_id`, which is not indexed, where `other` was found, a full block of the same content."""
         assert not self.is_indexed(block_id)
         self._stretches.replace(block_id, other)
+        for replaced in self._watchers:
+            replaced[block_id] = None
+
+    @contextmanager
+    def watch(self, replaced: dict[int, None]) -> Iterator[None]:
+        """Meanwhile what is here has another block: `replaced` gets that."""
+        self._watchers.append(replaced)
+        try:
+            yield
+        finally:
+            self._watchers = [one for one in self._watchers if one is not replaced]
 
     def match(self, hashes: Sequence[BlockHash], limit: int, recalled: array[int] | None = None) -> PrefixMatch:
         """The longest prefix, of at most the first `limit` blocks of `hashes`, that is valid in every group. `recalled`: the first

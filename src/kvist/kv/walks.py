@@ -2,14 +2,15 @@
 
 A pool may have millions of blocks, and who serves requests must not stand still for all of them. A walk is a generator that looks
 at a few blocks, yields, and returns what it has found in the end; whoever drives it chooses how many pieces it takes at a time. It
-goes by block ids, which do not change, so no change between two pieces confuses it. What it promises: each block is told as it was
-at one moment of the walk; one that is cached all the time is told; one that comes or goes meanwhile may be told or not. A piece is
-a number of blocks: this module reads no clock.
+goes by block ids, which do not change, so no change between two pieces confuses it; where a second block of a content takes the
+first one's place meanwhile, it looks there too. What it promises: each block is told as it was at one moment of the walk; one that
+is cached all the time is told; one that comes or goes meanwhile may be told or not. A piece is a number of blocks: this module
+reads no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import compress
 from struct import unpack
 from typing import NamedTuple, TypeVar
@@ -111,11 +112,10 @@ class Listing(NamedTuple):
 
 
 def listing(index: PrefixIndex, keeper: Keeper, root: BlockHash | None) -> Walk[Listing]:
-    found, unseen = Listing([], set()), bytearray(b"\1") * index.num_blocks
-    for begin in range(0, index.num_blocks, PIECE_BLOCKS):
-        end = begin + PIECE_BLOCKS
-        here = dict.fromkeys(compress(index.stretches_of(begin, end), unseen[begin:end]))
-        stretches = [one for one in here if one is not None and not one.group and (root is None or one.root == root)]
+    found, unseen, replaced = Listing([], set()), bytearray(b"\1") * index.num_blocks, dict[int, None]()
+
+    def tell(here: Iterable[Stretch | None]) -> None:
+        stretches = [one for one in dict.fromkeys(here) if one is not None and not one.group and (root is None or one.root == root)]
         if stretches:
             found.roots.update({one.root for one in stretches})
             found.parts.append(_part(index, keeper, stretches))
@@ -124,7 +124,13 @@ def listing(index: PrefixIndex, keeper: Keeper, root: BlockHash | None) -> Walk[
                 if one.num_blocks > 1:
                     for block_id in one.block_ids():
                         unseen[block_id] = 0
-        yield
+
+    with index.watch(replaced):
+        for begin in range(0, index.num_blocks, PIECE_BLOCKS):
+            end = begin + PIECE_BLOCKS
+            tell(compress(index.stretches_of(begin, end), unseen[begin:end]))
+            yield
+    tell(one for block_id in replaced for one in index.stretches_of(block_id, block_id + 1))
     return found
 
 
@@ -155,7 +161,14 @@ def _part(index: PrefixIndex, keeper: Keeper, stretches: list[Stretch]) -> Part:
 def flush(index: PrefixIndex, keeper: Keeper, root: BlockHash | None) -> Walk[int]:
     """Forget what was cached of one root (or all) when the walk began, as far as nobody holds it when the walk ends. Returns how
     many blocks that were."""
-    pool, count, begin, held = keeper.pool, 0, 0, dict[int, None]()
+    held = dict[int, None]()
+    with index.watch(held):
+        return (yield from _flush(index, keeper, root, held))
+
+
+def _flush(index: PrefixIndex, keeper: Keeper, root: BlockHash | None, held: dict[int, None]) -> Walk[int]:
+    """`held` gets the blocks, all held, that have taken the place of others."""
+    pool, count, begin = keeper.pool, 0, 0
     while begin < index.num_blocks:
         free: list[int] = []
         for one in dict.fromkeys(index.stretches_of(begin, begin + PIECE_BLOCKS)):
