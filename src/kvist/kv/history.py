@@ -63,6 +63,8 @@ class EventLog:
         self._events: deque[_Entry] = deque()
         """Most are never asked for."""
         self._num_blocks = 0
+        self._owners: tuple[BlockHash | None, ...] = ()
+        """Of the latest event: many in a row have the same, and share it."""
         self.next_number = 0
 
     def add(
@@ -76,15 +78,30 @@ class EventLog:
     ) -> None:
         if not block_hashes:
             return
-        self._add((len(block_hashes), time, kind, reason, owners, block_hashes, tier))
+        # A list of one name would take as much as the name.
+        names = block_hashes if len(block_hashes) > 1 else block_hashes[0]
+        self._add(len(block_hashes), time, kind, reason, owners, names, tier)
 
     def add_packed(self, time: float, kind: str, reason: str, owner: BlockHash, names: bytes) -> None:
         """The same of blocks of one owner, whose names stand one after the other."""
-        self._add((len(names) // HASH_BYTES, time, kind, reason, (owner,), names, "device"))
+        self._add(len(names) // HASH_BYTES, time, kind, reason, (owner,), names, "device")
 
-    def _add(self, entry: _Entry) -> None:
-        events, num_blocks = self._events, self._num_blocks + entry[0]
-        events.append(entry)
+    def _add(
+        self,
+        count: int,
+        time: float,
+        kind: str,
+        reason: str,
+        owners: tuple[BlockHash | None, ...],
+        names: Sequence[BlockHash] | bytes,
+        tier: str,
+    ) -> None:
+        if owners == self._owners:
+            owners = self._owners
+        else:
+            self._owners = owners
+        events, num_blocks = self._events, self._num_blocks + count
+        events.append((count, time, kind, reason, owners, names, tier))
         self.next_number += 1
         while len(events) > MAX_EVENTS or (num_blocks > self._max_blocks and len(events) > 1):
             num_blocks -= events.popleft()[0]
