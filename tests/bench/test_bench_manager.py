@@ -18,6 +18,10 @@ def test_cost_and_memory(policy: str) -> None:
     assert measure_memory(8192, policy) < 300
 
 
+def test_prompts_of_one_block_stay_within_the_bound_too() -> None:
+    assert measure_memory(8192, "density", mix=Mix(prompt_blocks=1)) < 300
+
+
 def test_prompts_of_another_length() -> None:
     cost = measure_manager(2048, "lru", mix=Mix(prompt_blocks=256, chunk=4096), rounds=1, prompts=2)
     # 256 of 512 blocks were served before, and the pool holds eight prompts.

@@ -13,6 +13,7 @@ from kvist.engine import kv_tree
 from kvist.engine.kv_tree import Prefixes
 from kvist.errors import InvalidRequestError
 from kvist.kv.block import HASH_BYTES, BlockHash
+from kvist.kv.stretch import ID_BYTES
 from kvist.kv.walks import Listing, Part
 
 SIZE, NOW = 16, 100.0
@@ -32,11 +33,11 @@ def part(*runs: tuple[Path, Path], notes: dict[Path, tuple[int, float]] | None =
     notes = notes or {}
     last = [notes.get(each[-1], (0, -inf)) for each in paths]
     noted = [tuple((place, *notes[path]) for place, path in enumerate(each[:-1]) if path in notes) for each in paths]
-    names = [b"".join(map(name, each)) for each in paths]
+    data = [b"".join(map(name, each)) + bytes(ID_BYTES * len(each)) for each in paths]
     tails = {name(path): count for path, count in exceptions.get("tails", {}).items()}
     holders = {name(path): count for path, count in exceptions.get("holders", {}).items()}
     parents, pinned = [name(before) for before, _ in runs], set(map(name, exceptions.get("pinned", ())))
-    return Part(parents, names, [finds for finds, _ in last], [at for _, at in last], noted, tails, holders, pinned)
+    return Part(parents, data, [finds for finds, _ in last], [at for _, at in last], noted, tails, holders, pinned)
 
 
 def tree(parts: list[Part], parent: Path | None = None, limit: int = 100) -> dict[str, Any]:

@@ -348,7 +348,7 @@ def test_the_second_block_of_a_content_is_found_once_nobody_holds_the_first(poli
     manager.free(second)
     assert manager.index.every(0, hashes) == [1, 2, 3]
     manager.check_invariants()
-    stored = [event.block_hashes for event in manager.keeper.events.since(0, 99) if event.kind == "stored"]
+    stored = [list(event.block_hashes) for event in manager.keeper.events.since(0, 99) if event.kind == "stored"]
     assert stored.count([hashes[0]]) == 1 + evicted
 
 

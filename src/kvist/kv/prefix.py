@@ -9,7 +9,6 @@ computed before it was put in.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -58,8 +57,6 @@ class PrefixIndex:
         self._stretches = Stretches(num_blocks, len(windows), TOKEN_BYTES * block_size, self._recalled)
         self._tails: dict[int, int] = {}
         """Of the blocks that are not full, how many tokens they hold."""
-        self._counts = tuple[dict[BlockHash, int], ...]({} for _ in windows)
-        """Per group and root, how many blocks are indexed."""
         self._watchers: list[dict[int, None]] = []
 
     @property
@@ -72,8 +69,7 @@ class PrefixIndex:
 
     def count_in(self, group: int, root: BlockHash | None) -> int:
         """The same of one group."""
-        counts = self._counts[group]
-        return sum(counts.values()) if root is None else counts.get(root, 0)
+        return self._stretches.count(group, root)
 
     def get(self, group: int, hashes: Sequence[BlockHash], block: int) -> int | None:
         """The block number `block` of a prefix."""
@@ -171,11 +167,8 @@ class PrefixIndex:
         block before them, in the asker's table, or any."""
         new = self._stretches.insert(group, root, hashes, start, block_ids, tokens, before)
         if new == [(start, start + len(block_ids))]:
-            self._count(group, root, len(block_ids))
             return block_ids, hashes[start : start + len(block_ids)]
         blocks = [block for first, end in new for block in range(first, end)]
-        if blocks:
-            self._count(group, root, len(blocks))
         return [block_ids[block - start] for block in blocks], [hashes[block] for block in blocks]
 
     def insert_tail(self, group: int, root: BlockHash, tail: Tail, block_id: int) -> bool:
@@ -183,26 +176,14 @@ class PrefixIndex:
         new = not self.is_indexed(block_id) and self._stretches.insert_alone(group, root, tail.parent, tail.name, block_id)
         if new:
             self._tails[block_id] = tail.num_tokens
-            self._count(group, root, 1)
         return new
-
-    def _count(self, group: int, root: BlockHash, num_new: int) -> None:
-        counts = self._counts[group]
-        counts[root] = counts.get(root, 0) + num_new
 
     def remove(self, block_ids: list[int]) -> list[Removed]:
         """Forget blocks, at least one, that are about to be reused, the last of a prefix first."""
         if self._tails:
             for block_id in self.tails_among(block_ids):
                 del self._tails[block_id]
-        removed = self._stretches.remove(block_ids)
-        for piece in removed:
-            counts = self._counts[piece.group]
-            if left := counts[piece.root] - len(piece.block_ids):
-                counts[piece.root] = left
-            else:
-                del counts[piece.root]
-        return removed
+        return self._stretches.remove(block_ids)
 
     def replace(self, block_id: int, other: int) -> None:
         """Find `block_id`, which is not indexed, where `other` was found, a full block of the same content."""
@@ -273,10 +254,6 @@ class PrefixIndex:
         for block_id, count in self._tails.items():
             assert 0 < count < self.block_size
             assert self._stretch_of(block_id).num_blocks == 1
-        counts = tuple[Counter[BlockHash], ...](Counter() for _ in self._windows)
-        for stretch in self._stretches:
-            counts[stretch.group][stretch.root] += stretch.num_blocks
-        assert counts == self._counts
 
 
 def _longest_full(table: Container[BlockHash], hashes: Sequence[BlockHash], limit: int) -> int:

@@ -19,35 +19,19 @@ stretch knows the tokens of all its blocks or of none.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
-from struct import unpack
+from struct import unpack_from
 from typing import NamedTuple
 from zlib import crc32
 
-from kvist.kv.block import HASH_BYTES, BlockHash, name_at
-from kvist.kv.stretch import ID_BYTES, Stretch
+from kvist.kv.block import HASH_BYTES, BlockHash
+from kvist.kv.stretch import BLOCK_BYTES, ID_BYTES, Family, Origin, Stretch
+from kvist.kv.stretch_heads import Heads
 
 MAX_STRETCH = 64
 MIN_RECALLED = 8
-
-
-class Heads(NamedTuple):
-    """The stretches of one group by the names of their first blocks."""
-
-    regular: dict[BlockHash, Stretch]
-    """Those that begin at a multiple of MAX_STRETCH: all but few where prefixes share whole beginnings."""
-    inside: dict[BlockHash, Stretch]
-    """Those that begin between two of these: behind a fork or a hole."""
-    alone: dict[BlockHash, Stretch]
-    """Blocks that nothing follows, whatever their number."""
-
-    def at(self, block: int) -> dict[BlockHash, Stretch]:
-        return self.inside if block % MAX_STRETCH else self.regular
-
-    def remove(self, name: BlockHash) -> None:
-        if self.regular.pop(name, None) is None and self.inside.pop(name, None) is None:
-            del self.alone[name]
 
 
 class Removed(NamedTuple):
@@ -65,17 +49,22 @@ class Stretches:
 
     def __init__(self, num_blocks: int, num_groups: int, block_bytes: int, recalled: int | None) -> None:
         self._of: list[Stretch | None] = [None] * num_blocks
-        self._heads = tuple(Heads({}, {}, {}) for _ in range(num_groups))
+        self._heads = tuple(Heads(MAX_STRETCH) for _ in range(num_groups))
+        self._families = tuple[dict[BlockHash, Family], ...]({} for _ in range(num_groups))
+        """Per group, by root."""
         self._block_bytes, self._recalled = block_bytes, recalled
         self._beginnings: dict[int, Stretch] = {}
         """By a checksum of the name before it and its first block's tokens: the latest with that."""
 
     def __iter__(self) -> Iterator[Stretch]:
-        for group in range(len(self._heads)):
-            yield from self._of_group(group)
+        return chain.from_iterable(self._heads)
 
-    def _of_group(self, group: int) -> Iterator[Stretch]:
-        return chain.from_iterable(map(dict.values, self._heads[group]))
+    def count(self, group: int, root: BlockHash | None) -> int:
+        """How many blocks are here, of a root or all."""
+        families = self._families[group]
+        if root is None:
+            return sum(family.num_blocks for family in families.values())
+        return families[root].num_blocks if root in families else 0
 
     def of(self, block_id: int) -> Stretch | None:
         return self._of[block_id]
@@ -92,7 +81,7 @@ class Stretches:
     def find(self, group: int, hashes: Sequence[BlockHash], block: int) -> tuple[Stretch, int] | None:
         """Where the block number `block` of a prefix is."""
         heads, begin = self._heads[group], block - block % MAX_STRETCH
-        stretch = heads.regular.get(hashes[begin])
+        stretch = heads.get(0, hashes[begin])
         if stretch is not None and stretch.holds(block - begin, hashes[block]):
             return stretch, block - begin
         for first in range(block, begin, -1) if heads.inside else ():
@@ -101,33 +90,45 @@ class Stretches:
                     return stretch, block - first
                 # The block of this name is here, so no stretch that begins before it reaches beyond it.
                 break
-        alone = heads.alone.get(hashes[block])
+        # A block that nothing follows.
+        alone = heads.get(0, hashes[block])
         return None if alone is None else (alone, 0)
 
     def find_near(self, group: int, hashes: Sequence[BlockHash], block: int, block_id: int) -> tuple[Stretch, int] | None:
         """The same, found at once if it is `block_id`, as the asker holds that."""
         stretch = self._of[block_id]
-        if stretch is not None and stretch.group == group and (offset := stretch.offset_of(hashes[block])) is not None:
+        if (
+            stretch is not None
+            and stretch.origin.family.group == group
+            and (offset := stretch.offset_of(hashes[block])) is not None
+        ):
             return stretch, offset
         return self.find(group, hashes, block)
 
     def note(self, group: int, hashes: Sequence[BlockHash], block: int, block_id: int, finds: int, used_at: float) -> None:
         """A request found, so many times, or used the block number `block` of a prefix, if that is here, likely as `block_id`."""
-        if (place := self.find_near(group, hashes, block, block_id)) is not None:
+        stretch = self._of[block_id]
+        if (
+            stretch is not None
+            and stretch.origin.family.group == group
+            and (offset := stretch.offset_of(hashes[block])) is not None
+        ):
+            stretch.note(offset, finds, used_at)
+        elif (place := self.find(group, hashes, block)) is not None:
             place[0].note(place[1], finds, used_at)
 
     def alone(self, group: int, name: BlockHash) -> int | None:
         """The block of this name that was entered alone."""
-        stretch = self._heads[group].alone.get(name)
+        stretch = self._heads[group].get(0, name)
         return None if stretch is None else stretch.block_ids()[0]
 
     def leading(self, group: int, hashes: Sequence[BlockHash], limit: int, found: array[int] | None = None) -> array[int]:
         """The first blocks of a prefix, up to the first that is missing; of them `found` is known, and gets the others."""
         heads, found = self._heads[group], array("I") if found is None else found
         length = len(found)
-        while length < limit and (stretch := heads.at(length).get(hashes[length])) is not None:
+        while length < limit and (stretch := heads.get(length, hashes[length])) is not None:
             count = stretch.reach(0, hashes, length, limit)
-            found.frombytes(stretch.packed_ids[: ID_BYTES * count])
+            found.frombytes(stretch.packed_ids(count))
             length += count
         return found
 
@@ -135,7 +136,7 @@ class Stretches:
         """All blocks of a prefix, None for those that are missing."""
         heads, found = self._heads[group], list[int | None]()
         while (block := len(found)) < len(hashes):
-            if (stretch := heads.at(block).get(hashes[block])) is None:
+            if (stretch := heads.get(block, hashes[block])) is None:
                 found.append(None)
             else:
                 found += stretch.block_ids()[: stretch.reach(0, hashes, block, len(hashes))]
@@ -152,8 +153,8 @@ class Stretches:
             piece = tokens[block * size : min(num_blocks, block + MAX_STRETCH) * size].tobytes()
             if not (count := stretch.common_blocks(piece, self._block_bytes)):
                 break
-            found += unpack(count * f"{HASH_BYTES}s", stretch.names[: count * HASH_BYTES])
-            block_ids.frombytes(stretch.packed_ids[: ID_BYTES * count])
+            found += unpack_from(count * f"{HASH_BYTES}s", stretch.data)
+            block_ids.frombytes(stretch.packed_ids(count))
             parent = found[-1]
         return found, block_ids
 
@@ -176,29 +177,38 @@ class Stretches:
         while block < stop:
             if stretch is not None and (known := stretch.reach(offset, hashes, block, stop)):
                 block, offset = block + known, offset + known
-            elif (head := heads.at(block).get(hashes[block])) is not None:
+            elif (head := heads.get(block, hashes[block])) is not None:
                 stretch, offset = head, 0
             else:
-                end = self._first_head(heads, hashes, block + 1, stop)
+                end = self._first_head(heads, hashes, block + 1, stop) if block + 1 < stop else stop
                 ids = block_ids[block - start : end - start]
-                stretch = self._append(stretch, offset, group, root, hashes, block, ids, tokens)
+                stretch = self._append(stretch, offset, self._family(group, root), hashes, block, ids, tokens)
                 new.append((block, end))
                 block, offset = end, stretch.num_blocks
         return new
 
     def insert_alone(self, group: int, root: BlockHash, parent: BlockHash, name: BlockHash, block_id: int) -> bool:
         """Enter a block that nothing follows; whether no other has its name."""
-        if name in self._heads[group].alone:
+        heads = self._heads[group]
+        if heads.get(0, name) is not None:
             return False
-        stretch = self._heads[group].alone[name] = self._of[block_id] = Stretch(group, root, parent)
-        stretch.names = name
-        stretch.packed_ids = array("I", (block_id,)).tobytes()
+        family = self._family(group, root)
+        origin = family.origin if parent == root else Origin(family, parent, None)
+        stretch = self._of[block_id] = Stretch(origin, (name,), (block_id,))
+        heads.add(0, name, stretch)
+        family.num_blocks += 1
         return True
+
+    def _family(self, group: int, root: BlockHash) -> Family:
+        families = self._families[group]
+        if (family := families.get(root)) is None:
+            family = families[root] = Family(group, root)
+        return family
 
     def _first_head(self, heads: Heads, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
         """What is missing ends with a head: a block that follows in a stretch has one before it."""
         for block in range(start + -start % MAX_STRETCH, stop, MAX_STRETCH):
-            if hashes[block] in heads.regular:
+            if heads.get(0, hashes[block]) is not None:
                 stop = block
                 break
         if not heads.inside or heads.inside.keys().isdisjoint(hashes[start:stop]):
@@ -209,8 +219,7 @@ class Stretches:
         self,
         last: Stretch | None,
         offset: int,
-        group: int,
-        root: BlockHash,
+        family: Family,
         hashes: Sequence[BlockHash],
         start: int,
         block_ids: Sequence[int],
@@ -220,28 +229,28 @@ class Stretches:
         it if it ends there, and in new ones. Returns the last."""
         of, block, stop, stretch = self._of, start, start + len(block_ids), last
         while stretch is None or block < stop:
-            if stretch is None or not block % MAX_STRETCH or offset < stretch.num_blocks:
-                stretch = Stretch(group, root, hashes[block - 1] if block else root, stretch)
-                self._heads[group].at(block)[hashes[block]] = stretch
-            else:
-                stretch.keep_notes()
             end = min(stop, block - block % MAX_STRETCH + MAX_STRETCH)
             ids = block_ids[block - start : end - start]
-            stretch.names += b"".join(hashes[block:end])
-            stretch.packed_ids += array("I", ids).tobytes()
+            if stretch is None or not block % MAX_STRETCH or offset < stretch.num_blocks:
+                origin = Origin(family, hashes[block - 1], stretch) if block else family.origin
+                stretch = Stretch(origin, hashes[block:end], ids)
+                self._heads[family.group].add(block, hashes[block], stretch)
+            else:
+                stretch.extend(hashes[block:end], ids)
             for block_id in ids:
                 of[block_id] = stretch
-            if group == self._recalled:
-                self._learn(stretch, end, tokens)
-            block, offset = end, stretch.num_blocks
+            block, offset = end, len(stretch.data) // BLOCK_BYTES
+            if family.group == self._recalled and (offset >= MIN_RECALLED or stretch.tokens):
+                self._learn(stretch, offset, end, tokens)
+        family.num_blocks += stop - start
         return stretch
 
-    def _learn(self, stretch: Stretch, end: int, tokens: array[int]) -> None:
-        """The stretch ends before block number `end` of a prefix with these tokens."""
-        count, size = stretch.num_blocks, self._block_bytes // tokens.itemsize
+    def _learn(self, stretch: Stretch, count: int, end: int, tokens: array[int]) -> None:
+        """The stretch of so many blocks ends before block number `end` of a prefix with these tokens."""
+        size = self._block_bytes // tokens.itemsize
         if stretch.tokens:
             stretch.tokens += tokens[(end - count) * size + len(stretch.tokens) // tokens.itemsize : end * size].tobytes()
-        elif count >= MIN_RECALLED:
+        else:
             stretch.tokens = tokens[(end - count) * size : end * size].tobytes()
             self._beginnings[self._beginning(stretch)] = stretch
 
@@ -253,23 +262,24 @@ class Stretches:
         place = self.place(other)
         assert place is not None, f"block {other} is not indexed"
         stretch, offset = place
-        ids = stretch.block_ids()
-        ids[offset] = block_id
-        stretch.packed_ids = ids.tobytes()
+        stretch.replace(offset, block_id)
         self._of[block_id], self._of[other] = stretch, None
 
     def remove(self, block_ids: list[int]) -> list[Removed]:
         """Take out different blocks, all of them here, those of one stretch the last first."""
         removed: list[Removed] = []
-        done, count, packed = 0, len(block_ids), array("I", block_ids[::-1]).tobytes()
-        while done < count:
-            stretch = self._of[block_ids[done]]
+        left, ends = len(block_ids), block_ids[::-1]
+        packed = array("I", ends).tobytes()
+        while left:
+            stretch = self._of[ends[left - 1]]
             assert stretch is not None, f"one of the blocks {block_ids} is not indexed"
-            size = min(stretch.num_blocks, count - done)
-            if not stretch.packed_ids.endswith(packed[ID_BYTES * (count - done - size) : ID_BYTES * (count - done)]):
-                return removed + self._remove_any(block_ids[done:])
-            removed.append(self._cut(stretch, block_ids[done : done + size][::-1]))
-            done += size
+            data = stretch.data
+            held = len(data) // BLOCK_BYTES
+            size = held if held < left else left
+            if not data.endswith(packed[ID_BYTES * (left - size) : ID_BYTES * left]):
+                return removed + self._remove_any(block_ids[len(block_ids) - left :])
+            removed.append(self._cut(stretch, ends[left - size : left]))
+            left -= size
         return removed
 
     def _remove_any(self, block_ids: list[int]) -> list[Removed]:
@@ -292,37 +302,33 @@ class Stretches:
 
     def _cut(self, stretch: Stretch, ends: list[int]) -> Removed:
         """Take out a stretch's last blocks, which are these."""
-        keep, of = stretch.num_blocks - len(ends), self._of
-        names = stretch.names[HASH_BYTES * keep :]
+        data, family, of = stretch.data, stretch.origin.family, self._of
+        count = len(data) // BLOCK_BYTES
+        keep = count - len(ends)
+        names = data[HASH_BYTES * keep : HASH_BYTES * count]
         for block_id in ends:
             of[block_id] = None
         if keep:
-            self._shorten(stretch, keep)
+            stretch.shorten(keep, self._block_bytes)
         else:
-            if stretch.before is not None:
+            if stretch.origin.before is not None:
                 stretch.pass_notes_on()
-            self._heads[stretch.group].remove(name_at(names, 0))
+            self._heads[family.group].remove(stretch)
             if stretch.tokens and self._beginnings.get(place := self._beginning(stretch)) is stretch:
                 del self._beginnings[place]
             # Those behind it may lead here until they are gone.
-            stretch.names = stretch.tokens = stretch.packed_ids = b""
-        return Removed(stretch.root, names, ends, stretch.group)
-
-    def _shorten(self, stretch: Stretch, keep: int) -> None:
-        stretch.names, stretch.tokens = stretch.names[: HASH_BYTES * keep], stretch.tokens[: self._block_bytes * keep]
-        stretch.packed_ids = stretch.packed_ids[: ID_BYTES * keep]
+            stretch.data = stretch.tokens = b""
+        family.num_blocks -= len(ends)
+        if not family.num_blocks:
+            # A family that leads to itself would stay.
+            del self._families[family.group][family.root], family.origin
+        return Removed(family.root, names, ends, family.group)
 
     def _split(self, stretch: Stretch, keep: int) -> None:
         """Let what is behind the first `keep` blocks be a stretch of its own."""
         if keep == stretch.num_blocks:
             return
-        behind = Stretch(stretch.group, stretch.root, stretch.name(keep - 1), stretch)
-        stretch.keep_notes()
-        behind.notes = tuple((offset - keep, finds, used_at) for offset, finds, used_at in stretch.notes if offset >= keep)
-        stretch.notes = tuple(note for note in stretch.notes if note[0] < keep)
-        behind.names, behind.packed_ids = stretch.names[HASH_BYTES * keep :], stretch.packed_ids[ID_BYTES * keep :]
-        behind.tokens = stretch.tokens[self._block_bytes * keep :]
-        self._shorten(stretch, keep)
+        behind = stretch.split(keep, self._block_bytes)
         self._heads[stretch.group].inside[behind.name(0)] = behind
         if behind.tokens:
             self._beginnings[self._beginning(behind)] = behind
@@ -333,12 +339,11 @@ class Stretches:
         """Walk everything; O(num_blocks)."""
         names: set[tuple[int, BlockHash]] = set()
         for group, heads in enumerate(self._heads):
-            assert all(stretch.num_blocks == 1 for stretch in heads.alone.values())
-            for head, stretch in chain.from_iterable(map(dict.items, heads)):
+            heads.check_invariants()
+            for stretch in heads:
                 count = stretch.num_blocks
                 assert 0 < count <= MAX_STRETCH
-                assert (len(stretch.names), len(stretch.packed_ids)) == (HASH_BYTES * count, ID_BYTES * count)
-                assert (stretch.group, stretch.name(0)) == (group, head)
+                assert stretch.origin.family is self._families[group][stretch.root]
                 offsets = [note[0] for note in stretch.notes]
                 assert len(offsets) == len(set(offsets))
                 assert len(stretch.tokens) in (0, self._block_bytes * count)
@@ -347,8 +352,11 @@ class Stretches:
         for place, stretch in self._beginnings.items():
             assert stretch.tokens
             assert self._beginning(stretch) == place
-            assert stretch in (heads.get(stretch.name(0)) for heads in self._heads[stretch.group])
-        assert len(names) == sum(stretch.num_blocks for stretch in self) == self._num_placed()
-
-    def _num_placed(self) -> int:
-        return len(self._of) - self._of.count(None)
+            assert self._of[stretch.block_ids()[0]] is stretch
+        assert len(names) == sum(stretch.num_blocks for stretch in self) == len(self._of) - self._of.count(None)
+        for group, families in enumerate(self._families):
+            counts = Counter[BlockHash]()
+            for stretch in self._heads[group]:
+                counts[stretch.root] += stretch.num_blocks
+            assert counts == {root: family.num_blocks for root, family in families.items()}
+            assert all((family.group, family.root) == (group, root) for root, family in families.items())

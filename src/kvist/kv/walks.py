@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from itertools import compress
-from struct import unpack
+from struct import unpack_from
 from typing import NamedTuple, TypeVar
 
 from kvist.kv.block import HASH_BYTES, BlockHash
 from kvist.kv.keeper import Keeper
 from kvist.kv.prefix import PrefixIndex
-from kvist.kv.stretch import Stretch
+from kvist.kv.stretch import BLOCK_BYTES, Stretch
 from kvist.kv.uses import Notes
 
 PIECE_BLOCKS = 128
@@ -87,7 +87,8 @@ class Part(NamedTuple):
     """Some stretches at one moment, in columns: an object for each would keep Python's garbage collector busy."""
 
     parents: list[BlockHash]
-    names: list[bytes]
+    data: list[bytes]
+    """As `Stretch.data`."""
     finds: list[int]
     used_at: list[float]
     """Noted of the last block."""
@@ -100,8 +101,8 @@ class Part(NamedTuple):
 
     def blocks(self) -> Iterator[tuple[BlockHash, tuple[BlockHash, ...]]]:
         """Of each stretch the name before it, or the root, and its own."""
-        for parent, names in zip(self.parents, self.names, strict=True):
-            yield parent, unpack(len(names) // HASH_BYTES * f"{HASH_BYTES}s", names)
+        for parent, data in zip(self.parents, self.data, strict=True):
+            yield parent, unpack_from(len(data) // BLOCK_BYTES * f"{HASH_BYTES}s", data)
 
 
 class Listing(NamedTuple):
@@ -137,7 +138,7 @@ def listing(index: PrefixIndex, keeper: Keeper, root: BlockHash | None) -> Walk[
 def _part(index: PrefixIndex, keeper: Keeper, stretches: list[Stretch]) -> Part:
     part = Part(
         [one.parent for one in stretches],
-        [one.names for one in stretches],
+        [one.data for one in stretches],
         [one.finds for one in stretches],
         [one.used_at for one in stretches],
         [one.notes for one in stretches],
