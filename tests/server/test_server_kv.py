@@ -343,10 +343,14 @@ def test_what_a_question_does_not_take_is_refused(client: httpx.Client) -> None:
         ("GET", "stats?limit=5"),
         ("POST", "flush?cache_salt=x"),
         ("GET", "events?x"),
+        ("GET", "blocks?cache_salt=x&cache_salt=y"),
     ):
         error = error_of(client.request(method, f"/v1/kv/{question}", json={} if method == "POST" else None), 400)
         name = question.split("?")[1].split("=")[0]
         assert (error["param"], error["message"].split(" ")[0]) == (name, name)
+    for parent in ("", "ab", "z" * 64):
+        error = error_of(client.get("/v1/kv/prefixes", params={"parent": parent}), 400)
+        assert (error["param"], "is no block hash" in error["message"]) == ("parent", True)
     assert ask(client, "stats")["indexed_blocks"] == 3, "a flush of one salt that asked wrongly flushed nothing"
     for route in ("explain", "pin"):
         wrong: dict[str, Any]

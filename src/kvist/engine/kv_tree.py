@@ -8,6 +8,7 @@ parts. The listing may have been made while blocks came and went (`kv/walks.py`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain, pairwise
@@ -16,7 +17,7 @@ from time import sleep
 from typing import Any, NamedTuple
 
 from kvist.errors import InvalidRequestError
-from kvist.kv.block import BlockHash
+from kvist.kv.block import HASH_BYTES, BlockHash
 from kvist.kv.uses import Notes
 from kvist.kv.walks import Listing, Part
 
@@ -232,7 +233,7 @@ class _Tree:
 
 
 def _unhex(text: str) -> BlockHash:
-    try:
-        return BlockHash(bytes.fromhex(text))
-    except ValueError:
-        raise InvalidRequestError(f"{text[:80]!r} is no block hash; take one from this listing.", param="parent") from None
+    with suppress(ValueError):
+        if len(name := bytes.fromhex(text)) == HASH_BYTES:
+            return BlockHash(name)
+    raise InvalidRequestError(f"{text[:80]!r} is no block hash; take one from this listing.", param="parent")

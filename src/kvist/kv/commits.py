@@ -9,6 +9,8 @@ waits is held by its request, and was computed.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from kvist.kv.keeper import Keeper
 from kvist.kv.names import Record
 from kvist.kv.prefix import PrefixIndex
@@ -76,11 +78,14 @@ class Commits:
         """Before a request lets go of its blocks, to be kept in order: name those that were second ones, where the first is gone or
         nobody's any more."""
         for group, (table, first) in enumerate(zip(record.tables, record.let_go, strict=True)):
-            for block in range(first, record.num_committed):
-                if not self._index.is_indexed(table[block]):
-                    if not group:
-                        self._trails.mark(record.trail, table[block])
-                    self._name(record, group, block, [table[block]], table[block - 1], self._keeper.now)
+            start = first
+            for is_found, run in groupby(map(self._index.is_indexed, table[first : record.num_committed])):
+                block_ids = table[start : start + len(list(run))].tolist()
+                if not is_found:
+                    for block_id in block_ids if not group else ():
+                        self._trails.mark(record.trail, block_id)
+                    self._name(record, group, start, block_ids, table[start - 1], self._keeper.now)
+                start += len(block_ids)
 
     def _found_ones(self, record: Record, start: int, own: list[int]) -> list[int]:
         """A request's blocks, and of those that are second ones of a content and have another behind them the first ones."""

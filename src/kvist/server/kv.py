@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any, Self
@@ -30,7 +31,9 @@ def _known_query(request: Request) -> None:
     """What is misspelt, or belongs into the body, would change what a question means: a flush of one salt, say, to one of all.
     Raises InvalidRequestError."""
     known = {parameter.alias for parameter in request.scope["route"].dependant.query_params}
-    for name in request.query_params:
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if name in known and count > 1:
+            raise InvalidRequestError(f"{name} stands in the query {count} times; give it once.", param=name)
         if name not in known:
             takes = f"its query takes {', '.join(sorted(known))}" if known else "it takes none, and reads a body"
             raise InvalidRequestError(f"{name} is no query parameter of {request.url.path}; {takes}.", param=name)
