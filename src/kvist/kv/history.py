@@ -51,8 +51,8 @@ class KVEvent(NamedTuple):
         return [name for name, root in zip(self.block_hashes, self.owners, strict=True) if root == owner]
 
 
-_Entry = tuple[int, float, str, str, tuple[BlockHash | None, ...], Sequence[BlockHash] | bytes, str]
-"""The number of its blocks, and what else an event is made of; their names may stand one after the other."""
+_Entry = tuple[int, float, str, str, tuple[BlockHash | None, ...] | BlockHash, Sequence[BlockHash] | bytes, str]
+"""The number of its blocks, and what else an event is made of: of most one owner, and their names may stand one after the other."""
 
 
 class EventLog:
@@ -63,8 +63,6 @@ class EventLog:
         self._events: deque[_Entry] = deque()
         """Most are never asked for."""
         self._num_blocks = 0
-        self._owners: tuple[BlockHash | None, ...] = ()
-        """Of the latest event: many in a row have the same, and share it."""
         self.next_number = 0
 
     def add(
@@ -78,30 +76,21 @@ class EventLog:
     ) -> None:
         if not block_hashes:
             return
+        self._add((len(block_hashes), time, kind, reason, owners, block_hashes, tier))
+
+    def add_of(self, time: float, kind: str, reason: str, owner: BlockHash, block_hashes: Sequence[BlockHash]) -> None:
+        """The same of blocks of one owner, at least one, on the device."""
+        count = len(block_hashes)
         # A list of one name would take as much as the name.
-        names = block_hashes if len(block_hashes) > 1 else block_hashes[0]
-        self._add(len(block_hashes), time, kind, reason, owners, names, tier)
+        self._add((count, time, kind, reason, owner, block_hashes if count > 1 else block_hashes[0], "device"))
 
     def add_packed(self, time: float, kind: str, reason: str, owner: BlockHash, names: bytes) -> None:
-        """The same of blocks of one owner, whose names stand one after the other."""
-        self._add(len(names) // HASH_BYTES, time, kind, reason, (owner,), names, "device")
+        """The same of names that stand one after the other."""
+        self._add((len(names) // HASH_BYTES, time, kind, reason, owner, names, "device"))
 
-    def _add(
-        self,
-        count: int,
-        time: float,
-        kind: str,
-        reason: str,
-        owners: tuple[BlockHash | None, ...],
-        names: Sequence[BlockHash] | bytes,
-        tier: str,
-    ) -> None:
-        if owners == self._owners:
-            owners = self._owners
-        else:
-            self._owners = owners
-        events, num_blocks = self._events, self._num_blocks + count
-        events.append((count, time, kind, reason, owners, names, tier))
+    def _add(self, entry: _Entry) -> None:
+        events, num_blocks = self._events, self._num_blocks + entry[0]
+        events.append(entry)
         self.next_number += 1
         while len(events) > MAX_EVENTS or (num_blocks > self._max_blocks and len(events) > 1):
             num_blocks -= events.popleft()[0]
@@ -115,6 +104,7 @@ class EventLog:
 
     def _event(self, first: int, place: int) -> KVEvent:
         _, time, kind, reason, owners, names, tier = self._events[place]
+        owners = owners if isinstance(owners, tuple) else (owners,)
         return KVEvent(first + place, time, kind, reason, owners, PackedNames(names) if isinstance(names, bytes) else names, tier)
 
 

@@ -77,7 +77,7 @@ class Keeper:
         """Successive blocks of a sequence were computed at `time` and are in the index now."""
         if block_ids:
             self._enter(block_hashes, block_ids)
-            self.events.add(time, "stored", "", (root,), block_hashes)
+            self.events.add_of(time, "stored", "", root, block_hashes)
 
     def enter_restored(self, restore: Restore, tokens: array[int], copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
         """A tier has brought what was missing of a prefix, which has these tokens, as far as it is `filled`."""

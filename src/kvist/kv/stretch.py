@@ -18,6 +18,8 @@ from kvist.kv.uses import Notes, noted, within
 
 ID_BYTES = array("I").itemsize
 BLOCK_BYTES = HASH_BYTES + ID_BYTES
+NAME_FORMAT = f"{HASH_BYTES}s"
+"""As `struct` reads one."""
 
 
 class Family:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from kvist.kv.block import HASH_BYTES, BlockHash
-from kvist.kv.stretch import BLOCK_BYTES, ID_BYTES, Family, Origin, Stretch
+from kvist.kv.stretch import BLOCK_BYTES, ID_BYTES, NAME_FORMAT, Family, Origin, Stretch
 from kvist.kv.stretch_heads import Heads
 
 MAX_STRETCH = 64
@@ -153,7 +153,7 @@ class Stretches:
             piece = tokens[block * size : min(num_blocks, block + MAX_STRETCH) * size].tobytes()
             if not (count := stretch.common_blocks(piece, self._block_bytes)):
                 break
-            found += unpack_from(count * f"{HASH_BYTES}s", stretch.data)
+            found += unpack_from(count * NAME_FORMAT, stretch.data)
             block_ids.frombytes(stretch.packed_ids(count))
             parent = found[-1]
         return found, block_ids
@@ -181,7 +181,7 @@ class Stretches:
                 stretch, offset = head, 0
             else:
                 end = self._first_head(heads, hashes, block + 1, stop) if block + 1 < stop else stop
-                ids = block_ids[block - start : end - start]
+                ids = block_ids if end - block == len(block_ids) else block_ids[block - start : end - start]
                 stretch = self._append(stretch, offset, self._family(group, root), hashes, block, ids, tokens)
                 new.append((block, end))
                 block, offset = end, stretch.num_blocks
@@ -230,7 +230,7 @@ class Stretches:
         of, block, stop, stretch = self._of, start, start + len(block_ids), last
         while stretch is None or block < stop:
             end = min(stop, block - block % MAX_STRETCH + MAX_STRETCH)
-            ids = block_ids[block - start : end - start]
+            ids = block_ids if end - block == len(block_ids) else block_ids[block - start : end - start]
             if stretch is None or not block % MAX_STRETCH or offset < stretch.num_blocks:
                 origin = Origin(family, hashes[block - 1], stretch) if block else family.origin
                 stretch = Stretch(origin, hashes[block:end], ids)

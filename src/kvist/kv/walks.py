@@ -15,10 +15,10 @@ from itertools import compress
 from struct import unpack_from
 from typing import NamedTuple, TypeVar
 
-from kvist.kv.block import HASH_BYTES, BlockHash
+from kvist.kv.block import BlockHash
 from kvist.kv.keeper import Keeper
 from kvist.kv.prefix import PrefixIndex
-from kvist.kv.stretch import BLOCK_BYTES, Stretch
+from kvist.kv.stretch import BLOCK_BYTES, NAME_FORMAT, Stretch
 from kvist.kv.uses import Notes
 
 PIECE_BLOCKS = 128
@@ -102,7 +102,7 @@ class Part(NamedTuple):
     def blocks(self) -> Iterator[tuple[BlockHash, tuple[BlockHash, ...]]]:
         """Of each stretch the name before it, or the root, and its own."""
         for parent, data in zip(self.parents, self.data, strict=True):
-            yield parent, unpack_from(len(data) // BLOCK_BYTES * f"{HASH_BYTES}s", data)
+            yield parent, unpack_from(len(data) // BLOCK_BYTES * NAME_FORMAT, data)
 
 
 class Listing(NamedTuple):
