@@ -107,6 +107,23 @@ def test_the_next_turn_finds_the_last_block_of_the_one_before_on_the_disk(isa: s
     again.close()
 
 
+@everywhere
+def test_a_block_is_copied_from_the_device_that_only_the_disk_knows_to_stand_there(isa: str, model: str, tmp_path: Path) -> None:
+    """The sequence that went that way last goes on differently."""
+    tokens, other = prompt(120), [*prompt(120)[:96], *prompt(24, 1)]
+    rows, text = cold(isa, model, tokens[:104])
+    engine, trace = make(isa, model, tmp_path)
+    run(engine, {"one": tokens}, GREEDY)
+    run(engine, {"two": other}, GREEDY)
+    told = engine.ask_kv("explain", salt="", token_ids=tokens[:104], plain_salt=None)
+    trace.rows.clear()
+    output = run_one(engine, tokens[:104], GREEDY)
+    assert (trace.of("one"), output.text) == (rows, text)
+    assert told["hit_tokens"] == {"device": 103, "disk": 0}
+    assert output.usage.prompt_tokens_by_source == {"computed": 1, "prefix_hit": 103, "disk_hit": 0}
+    engine.close()
+
+
 def test_each_owner_hears_of_its_own_blocks_after_a_restart(tmp_path: Path) -> None:
     for salt in ("a", "b"):
         engine = tiny_engine("numpy", kv_tiers=f"disk=64MiB:{tmp_path}")

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvist.kv.block import BlockHash
 from kvist.kv.names import Record
 from kvist.kv.prefix import PrefixIndex, PrefixMatch
+from kvist.kv.tiers import TierDecider
 from kvist.kv.trails import Trails, common_length
 from kvist.request import PrefixMiss, Request
 
 
 class Lookup:
-    """Asks `index` and, where the beginnings of blocks can be copied (`trails` not None), `trails`."""
+    """Asks `index` and, where the beginnings of blocks can be copied (`trails` not None), `trails` and the books of a tier, which
+    know more blocks that stood behind one."""
 
-    def __init__(self, index: PrefixIndex, trails: Trails | None, block_size: int) -> None:
-        self._index, self._trails, self._block_size = index, trails, block_size
+    def __init__(self, index: PrefixIndex, trails: Trails | None, block_size: int, tier: TierDecider | None = None) -> None:
+        self._index, self._trails, self._block_size, self._tier = index, trails, block_size, tier
 
     def match(self, request: Request, record: Record) -> PrefixMatch:
         """The longest cached prefix of a request that leaves at least its last token to compute."""
@@ -38,7 +40,9 @@ class Lookup:
         """A hit of whole blocks, and of one more what it begins with; `token_ids(start, stop)` are some of the tokens."""
         if self._trails is None or (end := self._rest_end(match, num_tokens)) <= match.num_tokens:
             return match
-        return self._trails.extend(match, root, hashes, token_ids(match.num_tokens, end))
+        length = match.num_tokens // self._block_size
+        others = () if self._tier is None else self._tier.followers(hashes[length - 1] if length else root)
+        return self._trails.extend(match, root, hashes, token_ids(match.num_tokens, end), others)
 
     def find_all(self, root: BlockHash, hashes: Sequence[BlockHash], token_ids: list[int]) -> PrefixMatch:
         """What a prompt finds, `hashes` being the names of its whole blocks."""

@@ -77,11 +77,11 @@ class KVManager:
         pins = int(pin_budget * num_blocks)
         self._keeper = Keeper(num_blocks, self._index, self._trails.ended, eviction_policy, pins, priority_budget)
         self._pool = self._keeper.pool
-        self._lookup = Lookup(self._index, self._trails if spec.copies_beginnings else None, spec.block_size)
+        self.tier = TierDecider(spec) if tiered and enable_prefix_caching else None
+        self._lookup = Lookup(self._index, self._trails if spec.copies_beginnings else None, spec.block_size, self.tier)
         self._keeps_tails = enable_prefix_caching and spec.copies_beginnings
         self._copies = Copies(self._pool, spec.block_size)
         self.pins = Pins(spec, num_blocks, self._keeper.retention, self._index)
-        self.tier = TierDecider(spec) if tiered and enable_prefix_caching else None
         self._records: dict[str, PagedRecord] = {}
         self._restores = None if self.tier is None else Restores(self.tier, self._keeper, self._index, self._trails)
         self._commits = Commits(self._index, self._keeper, self._trails, self._restores)

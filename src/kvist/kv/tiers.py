@@ -297,18 +297,23 @@ class TierDecider:
     ) -> tuple[Follower | None, int]:
         """The block behind a prompt's first `length` blocks that begins most like what follows, and for how many tokens. With the
         last token, which is computed anyway, it is half a block, or not worth it."""
-        names = self._followers.get(hashes[length - 1] if length else root)
+        parent = hashes[length - 1] if length else root
         begin, end = length * self._size, min((length + 1) * self._size, num_tokens) - 1
-        if names is None or 2 * (end - begin + 1) < self._size:
+        if parent not in self._followers or 2 * (end - begin + 1) < self._size:
             return None, 0
         best, most, asked = None, 0, token_ids(begin, end)
-        for name in reversed(PackedNames(names)):
-            copied = common_length(tokens := tokens_of(self._kept[0][name]), asked)
+        for name, tokens in self.followers(parent):
+            copied = common_length(tokens, asked)
             if (best is None or copied > most) and 2 * (copied + 1) >= self._size:
                 prefix = [*hashes[:length], name]
                 if all(name in there or index.get(group, prefix, length) is not None for group, there in enumerate(self._kept)):
                     best, most = Follower(name, tokens), copied
         return best, most
+
+    def followers(self, parent: BlockHash) -> Iterator[tuple[BlockHash, array[int]]]:
+        """The blocks behind one, or a root, that are kept in the first group, and their tokens: the latest first."""
+        for name in reversed(PackedNames(self._followers.get(parent, b""))):
+            yield name, tokens_of(self._kept[0][name])
 
     def reach(self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> int:
         """How many tokens of a prompt, without its last, device and tier hold together."""

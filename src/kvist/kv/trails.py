@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from kvist.kv.block import BlockHash, Tail
 from kvist.kv.history import MAX_PROMPTS, Seen, max_prompt_tokens
@@ -150,14 +151,22 @@ class Trails:
             del self._beginning[trail.root]
         return trail
 
-    def extend(self, match: PrefixMatch, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> PrefixMatch:
+    def extend(
+        self,
+        match: PrefixMatch,
+        root: BlockHash,
+        hashes: Sequence[BlockHash],
+        token_ids: Sequence[int],
+        others: Iterable[tuple[BlockHash, Sequence[int]]] = (),
+    ) -> PrefixMatch:
         """The hit `match`, of whole blocks, made longer by the beginning of one more block if there is one. `hashes` are the
         asker's names, at least of the blocks of the hit; `token_ids` are its tokens behind it, at least one and fewer than a
-        block."""
+        block. `others`: blocks known to have stood there too, with their tokens."""
         length = match.num_tokens // self._block_size
         best = 0
         sources: tuple[int, ...] = ()
-        for names, block, theirs in self._candidates(match, length, root, hashes, token_ids[0]):
+        more = (([*hashes[:length], name], length, theirs) for name, theirs in others)
+        for names, block, theirs in chain(self._candidates(match, length, root, hashes, token_ids[0]), more):
             if (common := common_length(theirs, token_ids)) > best:
                 found = [self._index.get(group, names, block) for group in range(len(match.block_ids))]
                 if None not in found:
@@ -166,9 +175,9 @@ class Trails:
 
     def _candidates(
         self, match: PrefixMatch, length: int, root: BlockHash, hashes: Sequence[BlockHash], token_id: int
-    ) -> list[tuple[list[BlockHash], int, list[int]]]:
+    ) -> list[tuple[list[BlockHash], int, Sequence[int]]]:
         """Blocks that stood behind the `length` blocks of a hit and begin with this token: prefix, number in it, and tokens."""
-        begin, trail, found = match.num_tokens, None, list[tuple[list[BlockHash], int, list[int]]]()
+        begin, trail, found = match.num_tokens, None, list[tuple[list[BlockHash], int, Sequence[int]]]()
         if not length:
             trail = self._trails.get(self._beginning.get(root, 0))
         elif match.first_blocks[0] < length:
