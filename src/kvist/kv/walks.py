@@ -131,7 +131,10 @@ def listing(index: PrefixIndex, keeper: Keeper, root: BlockHash | None) -> Walk[
             end = begin + PIECE_BLOCKS
             tell(compress(index.stretches_of(begin, end), unseen[begin:end]))
             yield
-    tell(one for block_id in replaced for one in index.stretches_of(block_id, block_id + 1))
+        while replaced:
+            piece = [replaced.popitem()[0] for _ in range(min(PIECE_BLOCKS, len(replaced)))]
+            tell(one for block_id in piece for one in index.stretches_of(block_id, block_id + 1))
+            yield
     return found
 
 
