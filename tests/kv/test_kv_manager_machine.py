@@ -40,6 +40,8 @@ class ManagerMachine(RuleBasedStateMachine):
         """By the fingerprint of a block that can be found (or, for beginnings, of nothing): who computed it, or the next, last."""
         self.tails: dict[int, tuple[int, list[int]]] = {}
         """By the fingerprint of the block before (or of nothing): name and tokens of the last block of who ended there."""
+        self.named: dict[str, int] = {}
+        """How many blocks of a request have been named: those that it was asked for, and those that it has computed."""
         self.fresh: set[str] = set()
         """Who has not computed anything since it was admitted."""
         self.ended: list[tuple[list[int], str]] = []
@@ -119,6 +121,7 @@ class ManagerMachine(RuleBasedStateMachine):
             )
         )
         match = self.manager.match(request)
+        self.name(request, (request.num_tokens - 1) // SIZE)
         copied, sources = self.beginning(request, best)
         assert (match.num_tokens, match.num_copied) == (best * SIZE + copied, copied)
         assert list(match.copied_from) == sources
@@ -138,13 +141,20 @@ class ManagerMachine(RuleBasedStateMachine):
         self.running[request.request_id] = request
         self.fresh.add(request.request_id)
 
+    def name(self, request: Request, num_blocks: int) -> None:
+        self.named[request.request_id] = max(num_blocks, self.named.get(request.request_id, 0))
+
     def beginning(self, request: Request, best: int) -> tuple[int, list[int]]:
         """How much of one more block there is to copy, and where."""
         before = self.marks(request)[best - 1] if best else hash(request.cache_salt)
         start, stop = best * SIZE, min((best + 1) * SIZE, request.num_tokens) - 1
         candidates = [self.tails[before]] if before in self.tails else []
         other = self.passed.get(before)
-        if other is not None and best < len(self.marks(other)) and (not best or first_block(start, self.windows[0], SIZE) < best):
+        if (
+            other is not None
+            and best < self.named[other.request_id]
+            and (not best or first_block(start, self.windows[0], SIZE) < best)
+        ):
             candidates.insert(0, (self.marks(other)[best], other.token_ids(start, stop)))
         longest: tuple[int, list[int]] = (0, [])
         for name, tokens in candidates:
@@ -176,6 +186,7 @@ class ManagerMachine(RuleBasedStateMachine):
         before, free = self.held(source), self.manager.num_free_blocks
         self.enter()
         self.manager.fork(source, request)
+        self.name(request, source.num_computed_tokens // SIZE)
         request.num_computed_tokens = source.num_computed_tokens
         self.running[request.request_id] = request
         if source.request_id in self.fresh:
@@ -215,6 +226,7 @@ class ManagerMachine(RuleBasedStateMachine):
         blocks = {block for block, _ in written}
         assert not any(blocks & self.held(other) for other in self.running.values() if other is not request), "another's block"
         request.num_computed_tokens += rows
+        self.name(request, request.num_computed_tokens // SIZE)
         self.manager.complete_plan()
         self.manager.commit(request)
         if request.num_computed_tokens // SIZE > start // SIZE:

@@ -52,6 +52,8 @@ class RetentionMachine(ManagerMachine):
         except (InvalidRequestError, ContextLengthError):
             assert request.request_id not in self.manager.request_ids
             return
+        if pin:
+            self.name(request, request.num_prompt_tokens // SIZE)
         self.start(request)
         self.advance(request, request.num_tokens)
 

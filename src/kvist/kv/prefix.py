@@ -71,9 +71,9 @@ class PrefixIndex:
         """The same of one group."""
         return self._stretches.count(group, root)
 
-    def get(self, group: int, hashes: Sequence[BlockHash], block: int) -> int | None:
-        """The block number `block` of a prefix."""
-        found = self._stretches.find(group, hashes, block)
+    def get(self, group: int, hashes: Sequence[BlockHash], block: int, near: int = 0) -> int | None:
+        """The block number `block` of a prefix, likely `near`."""
+        found = self._stretches.find_near(group, hashes, block, near)
         return None if found is None else found[0].block_ids()[found[1]]
 
     def block(self, group: int, hashes: Sequence[BlockHash], block: int) -> int:

@@ -145,13 +145,13 @@ class Stretches:
     def recall(self, root: BlockHash, tokens: array[int], num_blocks: int) -> tuple[list[BlockHash], array[int]]:
         """The names of the first blocks of a prefix, up to so many, as far as they are known by its tokens; and the blocks."""
         found, block_ids = list[BlockHash](), array("I")
-        parent, size = root, self._block_bytes // tokens.itemsize
+        parent, data, size = root, tokens.tobytes(), self._block_bytes
         while (block := len(found)) < num_blocks:
-            stretch = self._beginnings.get(crc32(parent + tokens[block * size : (block + 1) * size].tobytes()))
-            if stretch is None or stretch.parent != parent:
+            stretch = self._beginnings.get(crc32(data[block * size : (block + 1) * size], crc32(parent)))
+            if stretch is None or stretch.origin.parent != parent:
                 break
-            piece = tokens[block * size : min(num_blocks, block + MAX_STRETCH) * size].tobytes()
-            if not (count := stretch.common_blocks(piece, self._block_bytes)):
+            piece = data[block * size : min(num_blocks, block + MAX_STRETCH) * size]
+            if not (count := stretch.common_blocks(piece, size)):
                 break
             found += unpack_from(count * NAME_FORMAT, stretch.data)
             block_ids.frombytes(stretch.packed_ids(count))

@@ -67,9 +67,7 @@ class Trails:
         if not start:
             self._beginning[trail.root] = number
         # A block without a name is the second one of its content: the mark belongs to the first, which is found.
-        elif (mark[last] != number or not self._index.is_indexed(last)) and (
-            before := self._index.get(0, trail.hashes, start - 1)
-        ) is not None:
+        elif (before := self._index.get(0, trail.hashes, start - 1, last)) is not None:
             mark[before] = number
         for block_id in block_ids:
             mark[block_id] = number
