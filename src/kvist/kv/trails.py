@@ -163,7 +163,7 @@ class Trails:
         length = match.num_tokens // self._block_size
         best = 0
         sources: tuple[int, ...] = ()
-        more = (([*hashes[:length], name], length, theirs) for name, theirs in others)
+        more = (([*hashes[:length], name], length, theirs) for name, theirs in others if theirs[0] == token_ids[0])
         for names, block, theirs in chain(self._candidates(match, length, root, hashes, token_ids[0]), more):
             if (common := common_length(theirs, token_ids)) > best:
                 found = [self._index.get(group, names, block) for group in range(len(match.block_ids))]
