@@ -312,7 +312,7 @@ class TierDecider:
 
     def followers(self, parent: BlockHash) -> Iterator[tuple[BlockHash, array[int]]]:
         """The blocks behind one, or a root, that are kept in the first group, and their tokens: the latest first."""
-        for name in reversed(PackedNames(self._followers.get(parent, b""))):
+        for name in PackedNames(self._followers.get(parent, b""))[::-1]:
             yield name, tokens_of(self._kept[0][name])
 
     def reach(self, index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[int]) -> int:
