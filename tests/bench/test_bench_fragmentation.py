@@ -10,10 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from kvist.bench.fragmentation import MAX_LEN, SYSTEM_TOKENS, Run, draw_chats, plot, run_crowd
+from kvist.cli.bench_fragmentation import LINES
 from kvist.cli.main import build_app
 from kvist.kv.spec import KVSpec, group_layers
 
 SPEC = KVSpec(3, 64, "bf16", 16, group_layers((None,) * 30))
+MEMORY = Path(__file__).parents[2] / "docs" / "memory.md"
 
 
 def crowd(allocator: str) -> Run:
@@ -50,6 +52,16 @@ def test_paged_and_virtual_memory_waste_little_and_reservation_wastes_most() -> 
             assert 0 < account.used <= account.held <= run.pool_bytes
             assert account.held <= account.reserved
     assert runs["virtual"].mean("reserved") > runs["virtual"].pool_bytes, "addresses cost nothing"
+
+
+def test_the_manual_has_the_figures_of_paged_memory() -> None:
+    """Eviction and sharing move them, and no other test sees by how much."""
+    figures = run_crowd("paged", draw_chats(400, 0), SPEC, 1000, max_num_seqs=64, budget=512).as_dict()
+    text = MEMORY.read_text(encoding="utf-8")
+    table = text[text.index("| | paged | contiguous | virtual |") :].partition("\n\n")[0]
+    told = {cells[1].strip(): cells[2].strip().replace(" %", "%") for cells in (row.split("|") for row in table.splitlines()[2:])}
+    measured = {line: format(figures[name], form) for line, name, form in LINES if line in told}
+    assert measured == {**told, "external fragmentation": "0.00%"}
 
 
 def test_an_average_is_over_bytes_and_time() -> None:
