@@ -153,7 +153,8 @@ def check_room(llm: LLM, crowd: Crowd, prompt: CachedPrompt) -> None:
     """Raises UsageError where what is measured would be the want of room."""
     config, longest = llm.config, max(crowd.num_tokens, prompt.tokens + prompt.steps + 1)
     if longest > config.effective_max_len:
-        raise UsageError(f"A request of {longest} tokens does not fit the context of {config.effective_max_len}.")
+        room = config.effective_max_len
+        raise UsageError(f"A request of {longest:,} tokens does not fit the context of {room:,}; take fewer tokens or more blocks.")
     needed = crowd.num_requests * config.spec.request_blocks(crowd.num_tokens)
     if needed > config.num_kv_blocks:
         raise UsageError(

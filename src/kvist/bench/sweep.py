@@ -147,7 +147,8 @@ def _measure(options: EngineOptions, setting: Setting, numbers: Sequence[int], c
     longest = crowd.long_tokens + crowd.new_tokens
     if longest > engine.config.effective_max_len:
         engine.close()
-        raise UsageError(f"A request of {longest} tokens does not fit the context of {engine.config.effective_max_len}.")
+        room = engine.config.effective_max_len
+        raise UsageError(f"A request of {longest:,} tokens does not fit the context of {room:,}; take fewer tokens or more blocks.")
     engine.start()
     try:
         for number in numbers:

@@ -108,7 +108,8 @@ def lock_folder(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"The disk tier cannot use the folder {folder}: {error.strerror or error}.") from error
+        reason = error.strerror or error
+        raise ConfigError(f"The disk tier cannot use the folder {folder}: {reason}; name another in kv_tiers.") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
