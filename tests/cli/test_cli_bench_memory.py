@@ -11,6 +11,7 @@ import pytest
 
 import kvist
 from helpers.tiny_models import write_tiny_gguf
+from kvist.bench.manager import ManagerCost, Mix
 from kvist.cli.main import main
 
 
@@ -68,6 +69,17 @@ def test_manager_reports_cost_and_memory(capsys: pytest.CaptureFixture[str]) -> 
     assert row["microseconds"][0] > 0
     # Longer prompts take less than 300.
     assert 300 < row["bytes_per_block"] < 700
+
+
+def test_manager_cuts_no_figure_off_where_80_columns_are_all_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = ManagerCost("density", 100_000_000, Mix(), (13.33, 13.33), (14.61,), (11.64,), 0.5, None)
+    monkeypatch.setattr("kvist.bench.manager.measure_manager", lambda *_, **__: cost)
+    monkeypatch.setenv("COLUMNS", "80")
+    code, output, _ = run(capsys, "manager", "--no-memory", "--policies", "density", "--blocks", "100000000")
+    assert code == 0
+    assert {"density", "100,000,000", "13.33", "14.61", "11.64"} <= set(output.split())
 
 
 def test_prompts_larger_than_the_pool_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,10 +118,14 @@ def manager_command(
     if as_json:
         print_json({"command": "manager", "measurements": rows})
         return
+    from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("policy", "blocks", "µs a block", "min", "max", "new", "repeated", "found", "bytes a block")
+    # Narrow, and only the long headings break: else a million would be cut off where 80 columns are all there are.
+    headings = ("policy", "blocks", "µs a block", "min", "max", "new", "repeated", "found", "bytes a block")
+    columns = [Column(text, no_wrap=" a " not in text) for text in headings]
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         times = row["microseconds"]
         table.add_row(
