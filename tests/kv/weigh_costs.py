@@ -15,17 +15,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from kvist.bench.eviction import TracedPrompt, distinct_blocks, read_trace
+from kvist.bench.eviction import distinct_blocks, read_trace, replay
 from kvist.kv.density import NUM_CLASSES, Density, age_cell
 from kvist.kv.eviction import POLICIES
-from kvist.kv.manager import KVManager
 from kvist.kv.rings import Run, pieces
-from kvist.kv.spec import KVGroup, KVSpec
-from kvist.request import Request, SamplingParams
 
 SHARES = (0.01, 0.05, 0.2)
 PRODUCTS = (6, 60)
-SPEC = KVSpec(num_kv_heads=1, head_dim=16, kv_format="bf16", block_size=1, groups=(KVGroup((0,), None),))
 LENGTHS = [length for power in range(12) for length in (2**power, 3 * 2**power // 2)]
 """Two for each doubling; prefixes are told apart by the last of these that they reach."""
 
@@ -62,27 +58,6 @@ class Weighted(Density):
         return [ring for *_, ring in ranked]
 
 
-def found(trace: Sequence[TracedPrompt], num_blocks: int, policy: str) -> list[int]:
-    """Of each prompt, how many blocks; none of one that the pool cannot hold."""
-    manager, params, counts = KVManager(SPEC, num_blocks, watermark=0.0, eviction_policy=policy), SamplingParams(), []
-    for number, prompt in enumerate(trace):
-        if len(prompt.blocks) > num_blocks:
-            counts.append(0)
-            continue
-        request = Request(str(number), list(prompt.blocks), params, 1)
-        manager.advance(prompt.time)
-        manager.add(request)
-        match = manager.match(request)
-        manager.attach(request, match)
-        granted = manager.allocate(request, len(prompt.blocks))
-        assert granted, "a request that is alone gets its blocks"
-        counts.append(match.num_tokens)
-        request.num_computed_tokens = len(prompt.blocks)
-        manager.commit(request)
-        manager.free(request)
-    return counts
-
-
 def cost(num_blocks: int, products: int) -> int:
     return products * num_blocks + num_blocks * (num_blocks - 1) // 2
 
@@ -93,7 +68,7 @@ def main() -> None:
     sizes = [int(share * distinct_blocks(trace)) for share in SHARES]
     lengths = [len(prompt.blocks) for prompt in trace]
     for policy in POLICIES:
-        hits = [found(trace, size, policy) for size in sizes]
+        hits = [replay(trace, size, policy) for size in sizes]
         for products in PRODUCTS:
             if policy in ("lru", "density", f"weighted {products} + depth"):
                 all_cost = sum(cost(length, products) for length in lengths)

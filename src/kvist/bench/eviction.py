@@ -90,10 +90,10 @@ def distinct_blocks(trace: Sequence[TracedPrompt]) -> int:
     return len({block for prompt in trace for block in prompt.blocks})
 
 
-def replay(trace: Sequence[TracedPrompt], num_blocks: int, policy: str) -> int:
-    """Blocks found in a pool of `num_blocks` under an eviction policy."""
+def replay(trace: Sequence[TracedPrompt], num_blocks: int, policy: str) -> list[int]:
+    """Blocks found of each prompt in a pool of `num_blocks` under an eviction policy."""
     manager = KVManager(_SPEC, num_blocks, watermark=0.0, eviction_policy=policy)
-    params, hits = SamplingParams(), 0
+    params, hits = SamplingParams(), [0] * len(trace)
     for number, prompt in enumerate(trace):
         if len(prompt.blocks) > num_blocks:
             continue
@@ -104,7 +104,7 @@ def replay(trace: Sequence[TracedPrompt], num_blocks: int, policy: str) -> int:
         manager.attach(request, match)
         granted = manager.allocate(request, len(prompt.blocks))
         assert granted, "a request that is alone gets its blocks"
-        hits += match.num_tokens
+        hits[number] = match.num_tokens
         request.num_computed_tokens = len(prompt.blocks)
         manager.commit(request)
         manager.free(request)
@@ -150,7 +150,7 @@ def compare(trace: Sequence[TracedPrompt], policies: Sequence[str], shares: Sequ
     for policy in policies:
         for share in shares:
             num_blocks = max(1, int(share * distinct))
-            hits = replay_clairvoyant(trace, num_blocks) if policy == CLAIRVOYANT else replay(trace, num_blocks, policy)
+            hits = replay_clairvoyant(trace, num_blocks) if policy == CLAIRVOYANT else sum(replay(trace, num_blocks, policy))
             yield Replay(policy, share, num_blocks, hits, hits / total)
 
 

@@ -1,4 +1,4 @@
-"""One stretch: successive blocks of one prefix in one KV group, packed, and what is noted of their use.
+"""One stretch: successive blocks of one prefix in one KV group, packed, what is noted of their use, and where it begins.
 
 What it is for and where it is found says `kv/stretches.py`. Most requests end where their stretch does, so what is noted of the
 last block has a place of its own; what is noted of a block that was taken out belongs to the last one. It knows no other blocks
@@ -41,6 +41,8 @@ class Origin(NamedTuple):
 
 
 class Stretch:
+    """Blocks that follow each other behind an origin: at least one, until all are taken out."""
+
     __slots__ = ("data", "finds", "next", "notes", "origin", "tokens", "used_at")
 
     def __init__(self, origin: Origin, names: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
