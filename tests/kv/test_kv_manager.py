@@ -255,6 +255,19 @@ def test_a_windowed_hit_holds_only_its_window() -> None:
     assert manager.num_free_blocks == 20
 
 
+def test_hit_blocks_that_the_window_leaves_behind_save_no_room() -> None:
+    """At its last token a request of 17 holds the blocks 2 to 4; that others hold 0 and 1 of its hit is no help there."""
+    for free in (2, 3):
+        manager = make_manager(6, num_blocks=2 + free, block_size=4)
+        run(manager, make_request("one", range(8)))
+        assert manager.num_free_blocks == free
+        probe = make_request("two", range(17))
+        manager.add(probe)
+        match = manager.match(probe)
+        assert (match.num_tokens, match.first_blocks) == (8, (0,))
+        assert manager.has_room(probe, match, alone=False) == (free == 3)
+
+
 def test_a_hit_shrinks_to_what_windowed_groups_still_have() -> None:
     manager = make_manager(None, 4, num_blocks=10, block_size=4)
     one = make_request("one", range(16))

@@ -78,6 +78,16 @@ def test_a_block_takes_the_place_of_another_of_its_content_and_its_class() -> No
     assert [memo & 7 for memo in policy.leave([1])] == [2], "found twice"
 
 
+def test_what_is_found_while_another_holds_it_counts_as_used_again() -> None:
+    """What many asked for at once is worth no less than what they ask for one after the other."""
+    pool = BlockPool(4, lambda block_ids: None, Density(4))
+    assert pool.take(2) == [0, 1]
+    pool.mark_cached([0, 1])
+    pool.share([0])
+    assert pool.release([0, 0, 1]) == 2
+    assert pool.free_queue() == [2, 3, 1, 0], "the older one stays longer"
+
+
 def test_misuse_asserts() -> None:
     pool, _ = make_pool(2)
     with pytest.raises(AssertionError, match="more often than held"):

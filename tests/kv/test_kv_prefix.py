@@ -57,6 +57,18 @@ def test_a_hit_is_valid_in_every_group() -> None:
     assert match.first_blocks == (0, 1)
 
 
+def test_a_watch_ends_with_who_watches() -> None:
+    index = filled((None,), [{0, 1}])
+    one: dict[int, None] = {}
+    other: dict[int, None] = {}
+    with index.watch(one):
+        with index.watch(other):
+            index.replace(7, 0)
+        index.replace(8, 1)
+    index.replace(9, 7)
+    assert (list(one), list(other)) == ([7, 8], [7])
+
+
 def test_the_first_of_two_blocks_with_one_name_is_kept() -> None:
     index = PrefixIndex(4, (None,), 4)
     other = [HASHES[0], HASHES[2]]

@@ -115,6 +115,38 @@ def test_what_is_noted_of_a_block_stays_with_it_and_goes_to_the_one_before_in_th
     assert noted() == {0: (3, 5.0), 2: (3, 6.0), 3: (1, 7.0)}, "what it was behind is gone, but its beginning is not"
 
 
+def test_what_is_noted_passes_over_stretches_that_are_gone_already() -> None:
+    index = filled(*range(10))
+    index.remove([3])
+    index.remove([6])
+    index.note(0, LONG, 9, 9, 3, 5.0)
+    index.remove([5, 4])
+    index.remove([9, 8, 7])
+    (left,) = index
+    assert (left.block_ids().tolist(), left.all_notes()) == ([0, 1, 2], ((0, 3, 5.0),))
+    index.check_invariants()
+
+
+def test_an_older_use_of_what_is_gone_makes_no_later_one_earlier() -> None:
+    index = filled(*range(MAX_STRETCH + 2))
+    last = MAX_STRETCH - 1
+    index.note(0, LONG, last + 2, last + 2, 1, 3.0)
+    index.note(0, LONG, last, last, 1, 5.0)
+    index.remove([last + 2, last + 1])
+    (left,) = index
+    assert left.all_notes() == ((last, 2, 5.0),)
+
+
+def test_a_block_of_another_group_is_not_taken_for_the_one_of_its_name() -> None:
+    """Whoever names one that it has let go names any."""
+    index = Stretches(20, 2, TOKEN_BYTES, None)
+    for group, ids in enumerate(([0, 1], [10, 11])):
+        assert index.insert(group, ROOT, LONG, 0, ids, ZEROS) == [(0, 2)]
+    assert index.find_near(0, LONG, 1, 11) == (index.of(1), 1)
+    index.note(0, LONG, 1, 11, 2, 3.0)
+    assert [list(each.all_notes()) for each in index] == [[(1, 2, 3.0)], []]
+
+
 def test_names_are_told_from_tokens_as_far_as_these_are_known() -> None:
     index = filled(*range(200))
     tokens = ZEROS.tobytes()
