@@ -215,6 +215,23 @@ def test_the_process_ends_at_any_call(tmp_path: Path, sync: SyncPolicy) -> None:
     assert ended > 20
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_start_has_mended_outlives_a_power_loss(tmp_path: Path, seed: int) -> None:
+    """What a killed process left was in the system's memory alone, perhaps."""
+    store = open_store(tmp_path, sync="segment")
+    put(store, *names(3))
+    abandon(store)
+    files = FaultyFiles(seed=seed)
+    again = open_store(tmp_path, sync="segment", files=files)
+    assert known(again) == names(3)
+    abandon(again)
+    files.power_loss(tmp_path)
+    last = open_store(tmp_path)
+    assert all(get(last, *names(3)))
+    assert last.stats().damaged_blocks == 0
+    last.close()
+
+
 def evicted_by(before: DiskStore, after: DiskStore) -> set[bytes]:
     """What the crash caught between forgetting and removing, or what had to go for the footer that mended the last segment."""
     return set() if len(known(after)) >= len(known(before)) - 4 else set(ALL)
