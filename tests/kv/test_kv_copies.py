@@ -195,6 +195,18 @@ def test_every_group_copies() -> None:
     finish(manager, request)
 
 
+def test_the_last_block_of_one_that_is_no_longer_remembered_is_let_go() -> None:
+    manager = make_manager(num_blocks=2 * MAX_PROMPTS)
+    manager.free(run(manager, "first", range(3)))
+    for number in range(MAX_PROMPTS - 1):
+        manager.free(run(manager, f"other{number}", [100 + number] * 5))
+    assert manager.usage().cached == MAX_PROMPTS
+    manager.free(run(manager, "last", [99] * 5))
+    assert manager.usage().cached == MAX_PROMPTS, "one more, and one less"
+    assert manager.match(find(manager, "again", range(4))[0]).num_tokens == 0
+    assert [event.reason for event in manager.keeper.events.since(0, 1000) if event.kind == "removed"] == ["superseded"]
+
+
 def test_half_a_block_is_waited_for_and_less_is_not() -> None:
     """What is less is computed sooner than waited for."""
     sim = Sim(num_blocks=64)

@@ -59,3 +59,20 @@ def test_the_nearest_is_found_to_the_token() -> None:
     brought = [replace(one, num_prompt_tokens=None) for one in prompts]
     assert nearest(brought, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4) is None, "no request"
     assert rewritten(brought, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) is None
+
+
+def test_of_those_that_share_as_much_the_latest_is_the_nearest() -> None:
+    prompts = [seen([7] * 6, [1, 2, number]) for number in range(3)]
+    asked = [7] * 6 + [1, 2, 9]
+    found = nearest(prompts, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4)
+    assert found is not None
+    assert found[0] is prompts[2]
+    assert found[1] == 8
+
+
+def test_a_history_may_be_rewritten_from_the_last_words_of_its_prompt_on() -> None:
+    """These are the template's, perhaps; what is before them is another question."""
+    asked = [7] * 5 + [9] * 4
+    hashes = prompt_hashes(ROOT, asked, 4)
+    assert rewritten([seen([7] * 6, [1, 2, 3])], ROOT, asked, hashes, 4, slack=1) == 5
+    assert rewritten([seen([7] * 7, [1, 2, 3])], ROOT, asked, hashes, 4, slack=1) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from hashlib import sha256
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -166,6 +167,25 @@ def test_names_are_told_from_tokens_as_far_as_these_are_known() -> None:
     assert recall(index, ROOT, array("I", [*[0] * 100, 1]).tobytes()) == LONG[:67], "what is before it is gone"
     index.remove([*range(66, -1, -1)])
     assert recall(index, ROOT, tokens) == []
+    index.check_invariants()
+
+
+def test_another_root_of_one_checksum_is_told_nothing() -> None:
+    """A checksum finds what may be the same beginning; the name before it says whether it is."""
+    twin = BlockHash((int.from_bytes(ROOT, "big") ^ 0x410671DB01).to_bytes(HASH_BYTES, "big"))
+    assert twin != ROOT
+    assert crc32(twin) == crc32(ROOT)
+    index = filled(*range(MIN_RECALLED))
+    assert recall(index, ROOT, ZEROS.tobytes()) == LONG[:MIN_RECALLED]
+    assert recall(index, twin, ZEROS.tobytes()) == []
+
+
+def test_names_behind_a_hole_that_was_filled_again_are_told_from_tokens() -> None:
+    index = filled(*range(20))
+    index.remove([9])
+    assert recall(index, ROOT, ZEROS.tobytes()) == LONG[:9]
+    assert index.insert(0, ROOT, LONG, 9, [9], ZEROS) == [(9, 10)]
+    assert recall(index, ROOT, ZEROS.tobytes()) == LONG[:20]
     index.check_invariants()
 
 
