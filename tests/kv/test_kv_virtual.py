@@ -97,6 +97,18 @@ def test_kept_spans_go_when_others_need_their_pages_longest_unused_first() -> No
     spans.check_invariants()
 
 
+def test_a_use_makes_a_kept_span_younger_after_its_copy_too() -> None:
+    evicted: list[Span] = []
+    spans = make_spans(num_blocks=9, evicted=evicted)
+    a, b = opened(spans, 7, 3), opened(spans, 7, 3)
+    spans.close(a, 0, 3)
+    spans.close(b, 0, 3)
+    spans.touch(a.starts[0])
+    spans.take_releases()
+    opened(spans, 7, 5)
+    assert evicted == [b]
+
+
 def test_what_is_being_copied_from_is_not_evicted() -> None:
     spans = make_spans(num_blocks=9)
     a = opened(spans, 7, 3)
