@@ -226,7 +226,7 @@ def test_a_new_prefix_of_requests_that_come_together_is_computed_once(isa, model
 @everywhere_with("size", [1, 16, 40, 48], for_numpy=[20])
 def test_choices_share_their_prompt_and_draw_their_own(isa, model, size):
     """With any prefix caching, chunks and company, each choice is what it is where none shares anything."""
-    params = SamplingParams(n=4, seed=3, temperature=1.5, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, presence_penalty=0.5)
+    params = SamplingParams(n=4, seed=3, temperature=2, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, presence_penalty=0.5)
     apart = tiny_engine(isa, num_kv_blocks=400, max_num_seqs=1, enable_prefix_caching=False, **MODELS[model])
     expected_trace = trace_logits(apart)
     expected = run(apart, {"n": list(prompt(size, 2))}, params)
