@@ -27,6 +27,7 @@ class DictStore:
         self.reading = threading.Event()
         self.broken = False
         self.closed = 0
+        self.is_read_only = False
 
     def records(self) -> list[tuple[bytes, bytes]]:
         return [(name, b"") for name in self.kept]

@@ -6,7 +6,6 @@ Each test asserts that its event happened: blocks were stored, read, swapped, da
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from helpers.tiny_engine import ISAS, Trace, run, run_one, tiny_engine, trace_logits
+from helpers.tiny_engine import ISAS, Trace, run, run_one, settle, tiny_engine, trace_logits
 from kvist.engine.engine import Engine
 from kvist.errors import ConfigError
 from kvist.kv.tiers import TierRates
@@ -37,17 +36,6 @@ def make(isa: str, model: str, folder: Path | None, **options: Any) -> tuple[Eng
     tier = {} if folder is None else {"kv_tiers": f"disk=64MiB:{folder}"}
     engine = tiny_engine(isa, **{"num_kv_blocks": 200, "max_num_batched_tokens": 32, **MODELS[model], **tier, **options})
     return engine, trace_logits(engine)
-
-
-def settle(engine: Engine) -> None:
-    """Until all that was copied out is on the disk."""
-    tiers = engine._tiers
-    assert tiers is not None
-    deadline = time.monotonic() + 20
-    while any(tiers._decider._storing) and time.monotonic() < deadline:
-        tiers.wait()
-        tiers.receive()
-    assert not any(tiers._decider._storing)
 
 
 def disk_tokens(engine: Engine, tokens: list[int], salt: str) -> int:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -82,6 +83,17 @@ def tiny_loaded(
 
 def tiny_engine(isa: str = "numpy", num_threads: int = 1, **keywords: Any) -> Engine:
     return Engine(tiny_loaded(isa, num_threads, **keywords))
+
+
+def settle(engine: Engine) -> None:
+    """Until all that was copied out is on the disk, or was lost."""
+    tiers = engine._tiers
+    assert tiers is not None
+    deadline = time.monotonic() + 20
+    while any(tiers._decider._storing) and time.monotonic() < deadline:
+        tiers.wait()
+        tiers.receive()
+    assert not any(tiers._decider._storing)
 
 
 @dataclass

@@ -25,7 +25,7 @@ def expressions() -> list[str]:
 
 
 def test_every_expression_names_series_that_exist_and_every_series_is_shown() -> None:
-    engine = FakeEngine(tier=TierSnapshot("disk", StoreStats(), 0, 0, 0, TierRates()))
+    engine = FakeEngine(tier=TierSnapshot("disk", StoreStats(), 0, 0, 0, TierRates(), False))
     with serving(engine) as server:
         families = list(text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text))
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}

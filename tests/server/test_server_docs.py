@@ -51,7 +51,7 @@ def test_every_header_is_named(client: httpx.Client) -> None:
 
 
 def test_every_metric_is_named_and_nothing_else() -> None:
-    tier = TierSnapshot("disk", StoreStats(), 0, 0, 0, TierRates())
+    tier = TierSnapshot("disk", StoreStats(), 0, 0, 0, TierRates(), False)
     with serving(FakeEngine(tier=tier), ServerOptions(vllm_metrics=True, warm_up=False)) as server:
         families = list(text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text))
     shown = {family.name + ("_total" if family.type == "counter" else "") for family in families}

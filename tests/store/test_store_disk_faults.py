@@ -15,7 +15,8 @@ import pytest
 from helpers.disk import Crash, FaultyFiles, abandon, get, known, names, open_store, put
 from kvist.config import SyncPolicy
 from kvist.errors import ConfigError
-from kvist.store.disk import MAX_FAILURES, DiskStore
+from kvist.store.disk import DiskStore
+from kvist.store.trust import MAX_FAILURES, PAUSE_SECONDS
 
 QUOTA = 6000
 """About 14 records, in segments of two."""
@@ -118,7 +119,7 @@ def test_a_failed_write_loses_that_record_alone(tmp_path: Path) -> None:
         again.close()
 
 
-def test_a_disk_that_stays_full_ends_writing_not_reading(tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_is_left_alone_and_read_until_it_has_room(tmp_path: Path) -> None:
     class Full(FaultyFiles):
         full = False
 
@@ -127,17 +128,31 @@ def test_a_disk_that_stays_full_ends_writing_not_reading(tmp_path: Path) -> None
 
     told: list[str] = []
     files = Full()
-    store = open_store(tmp_path, files=files, warn=told.append)
+    now = [100.0]
+    store = open_store(tmp_path, files=files, warn=told.append, clock=lambda: now[0])
     put(store, *names(5))
     files.full = True
     for name in names(20, b"m"):
         assert put(store, name) == []
-    assert len(told) == 1
-    assert told[0].endswith("keeps no new blocks: No space left on device.")
-    assert store.stats().read_only
+    assert told == [
+        f"The disk tier in {tmp_path} keeps no new blocks: No space left on device. It is tried again every 60 seconds."
+    ]
+    assert store.is_read_only
     assert store.stats().write_errors == MAX_FAILURES
     assert all(get(store, *names(5)))
-    abandon(store)
+    now[0] += PAUSE_SECONDS
+    assert not store.is_read_only
+    assert put(store, *names(3, b"m")) == [], "one is tried"
+    assert store.is_read_only
+    assert store.stats().write_errors == MAX_FAILURES + 1
+    now[0] += PAUSE_SECONDS
+    files.full = False
+    assert put(store, *names(3, b"m")) == names(3, b"m")
+    assert told[1:] == [f"The disk tier in {tmp_path} keeps new blocks again."]
+    store.close()
+    again = open_store(tmp_path)
+    assert all(get(again, *names(5), *names(3, b"m")))
+    again.close()
 
 
 def test_a_disk_that_is_full_at_the_start_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +174,7 @@ def test_a_disk_that_is_full_at_the_start_is_read(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("sync", ["always", "segment"])
-def test_a_disk_whose_fsync_keeps_failing_ends_writing(tmp_path: Path, sync: SyncPolicy) -> None:
+def test_a_disk_whose_fsync_keeps_failing_is_left_alone_until_one_works(tmp_path: Path, sync: SyncPolicy) -> None:
     """Though each write between two of them succeeds."""
 
     class Lying(FaultyFiles):
@@ -170,20 +185,28 @@ def test_a_disk_whose_fsync_keeps_failing_ends_writing(tmp_path: Path, sync: Syn
 
     told: list[str] = []
     files = Lying()
-    store = open_store(tmp_path, QUOTA, sync=sync, files=files, warn=told.append)
+    now = [100.0]
+    store = open_store(tmp_path, QUOTA, sync=sync, files=files, warn=told.append, clock=lambda: now[0])
     put(store, *names(4))
     assert known(store) == names(4)
     files.lying = True
     for name in names(40, b"m"):
         put(store, name)
-    assert len(told) == 1
-    assert told[0].endswith("keeps no new blocks: Input/output error.")
-    assert store.stats().read_only
+    assert told == [f"The disk tier in {tmp_path} keeps no new blocks: Input/output error. It is tried again every 60 seconds."]
+    assert store.is_read_only
     assert store.stats().write_errors == MAX_FAILURES
     assert set(known(store)) <= set(names(4)), "nothing that was not synced is there"
     assert known(store)
+    now[0] += PAUSE_SECONDS
+    lasting = names(6, b"l")
+    assert not any([put(store, name) == [name] and name in known(store) for name in lasting][-2:]), "one fsync is tried"
+    assert store.is_read_only
+    assert store.stats().write_errors == MAX_FAILURES + 1
     files.lying = False
-    assert put(store, b"late") == []
+    assert put(store, b"early") == []
+    now[0] += PAUSE_SECONDS
+    assert [put(store, name) for name in lasting] == [[name] for name in lasting]
+    assert told[1:] == [f"The disk tier in {tmp_path} keeps new blocks again."]
     store.close()
 
 

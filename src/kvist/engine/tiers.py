@@ -45,6 +45,8 @@ class TierSnapshot:
     swaps: int
     """Preempted requests that were to come back from here."""
     rates: TierRates
+    is_read_only: bool
+    """For now nothing new is written."""
 
 
 class Tiers:
@@ -65,7 +67,7 @@ class Tiers:
 
     def receive(self) -> None:
         """Tell the deciders what has been stored, lost and filled, and whether more is written."""
-        self._decider.takes_blocks = not self._transfers.store_stats.read_only
+        self._decider.takes_blocks = self._transfers.takes_blocks
         for event in self._transfers.events():
             match event:
                 case Stored(names):
@@ -119,7 +121,8 @@ class Tiers:
 
     def snapshot(self, num_swaps: int) -> TierSnapshot:
         decider, transfers = self._decider, self._transfers
-        return TierSnapshot(NAME, transfers.store_stats, transfers.num_dropped, decider.num_refused, num_swaps, decider.rates)
+        counts = transfers.num_dropped, decider.num_refused, num_swaps
+        return TierSnapshot(NAME, transfers.store_stats, *counts, decider.rates, not transfers.takes_blocks)
 
 
 def open_disk_tier(tier: DiskTier, manager: KVMemory, blocks: npt.NDArray[np.uint8], warn: Callable[[str], None]) -> Tiers:

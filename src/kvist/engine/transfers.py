@@ -102,6 +102,11 @@ class Transfers:
 
     # The engine thread
 
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether what is copied out would be written."""
+        return not self._store.is_read_only
+
     def copy_out(self, plan: TransferPlan) -> None:
         """Blocks that find no room in the staging area are dropped."""
         dropped = []

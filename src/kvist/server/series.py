@@ -105,7 +105,8 @@ class KvistSeries(Collector):
         yield counter("kvist:tier_block_events", "What happened to blocks of a memory tier.", counts, ("tier", "event"))
         errors: dict[tuple[str, ...], float] = {(name, "read"): store.read_errors, (name, "write"): store.write_errors}
         yield counter("kvist:tier_errors", "Operations of a memory tier that failed.", errors, ("tier", "operation"))
-        yield gauge("kvist:tier_read_only", "1 once writing failed too often.", by({name: float(store.read_only)}), ("tier",))
+        paused = by({name: float(tier.is_read_only)})
+        yield gauge("kvist:tier_read_only", "1 while nothing new is written, as writing failed too often.", paused, ("tier",))
         refused: dict[tuple[str, ...], float] = {(name,): tier.refused_restores}
         yield counter("kvist:tier_restores_refused", "Hits that were computed because that was cheaper.", refused, ("tier",))
         told: dict[tuple[str, ...], float] = {(name, kind): rate for kind, rate in tier.rates._asdict().items() if rate is not None}

@@ -5,10 +5,9 @@ it vouches for anything: nothing is mapped, so a file that is cut or damaged und
 When the quota is reached, the segment that was read or written least recently goes as a whole.
 
 It knows no blocks, hashes or groups, and no threads: one caller puts, another may get meanwhile. What is written of a cache may
-be lost at any time without harm, so an error drops what it may have touched and is counted; after MAX_FAILURES in a row (of fsyncs,
-whatever was written between them) the store only reads. Invariants: the files never exceed the quota; the index names whole records
-only; one process has the folder; the entries of a segment whose fsync failed are gone, because nobody can tell which of its pages
-reached the disk.
+be lost at any time without harm, so an error drops what it may have touched and is counted; after too many in a row the store only
+reads for a while (`store/trust.py`). Invariants: the files never exceed the quota; the index names whole records only; one process
+has the folder; the entries of a segment whose fsync failed are gone, because nobody can tell which of its pages reached the disk.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,11 @@ from kvist.store.files import Files
 from kvist.store.recovery import lock_folder, recover
 from kvist.store.segments import RECORD_HEADER, SEGMENT_HEADER, TRAILER, Entry
 from kvist.store.tier import Loss, Record, StoreStats, Target
+from kvist.store.trust import Kind, Trust
 
 MIN_SEGMENTS = 8
 """Of a full tier: the part that one eviction takes is no larger than this share."""
 MAX_SEGMENT_BYTES = 128 << 20
-MAX_FAILURES = 8
 _FOOTER_ENTRY = segments.MAX_NAME + 16  # At least what a record takes in the footer, besides `about`.
 
 
@@ -79,8 +79,10 @@ class DiskStore:
         sync: SyncPolicy = "segment",
         files: Files | None = None,
         warn: Callable[[str], None] = lambda message: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._quota, self._sync, self._warn = folder, quota, sync, warn
+        self._trust = Trust(f"The disk tier in {folder}", clock, warn)
         self._max_payload, self._max_about = max_payload, max_about
         self._files = files or Files()
         record = RECORD_HEADER + max_payload + _FOOTER_ENTRY + 2 * max_about
@@ -96,7 +98,7 @@ class DiskStore:
         self._active: _Active | None = None
         self._lost: dict[bytes, Loss] = {}
         self._counts = _Counts()
-        self._clock = self._number = self._failures = self._sync_failures = 0
+        self._uses = self._number = 0
         self._closed = False
         self._lock_fd = lock_folder(folder)
         try:
@@ -132,8 +134,11 @@ class DiskStore:
                 damaged_blocks=counts.damaged,
                 write_errors=counts.write_errors,
                 read_errors=counts.read_errors,
-                read_only=self._read_only,
             )
+
+    @property
+    def is_read_only(self) -> bool:
+        return self._trust.is_paused
 
     def get(self, items: Sequence[Target]) -> list[bool]:
         """Each segment is opened once for all that is read from it, in the order of the file."""
@@ -241,24 +246,24 @@ class DiskStore:
                 self._retire(active)
             return False
         with self._lock:
-            self._failures = 0
             segment.size = entry.end
             segment.last_use = self._tick()
             segment.entries[name] = entry
             segment.footer_bytes += entry.listed_bytes
             self._index[name] = (segment, entry)
+        self._trust.worked("write")
         return True
 
     def _writable(self, need: int) -> _Active | None:
         """The open segment with room for `need` bytes and its footer, within the quota; None when there can be none."""
-        if self._read_only:
+        if self.is_read_only:
             return None
         active, listed = self._active, _FOOTER_ENTRY + self._max_about
         if active is not None and active.segment.size + need + active.segment.footer_bytes + listed > self._segment_bytes:
             self._seal(active)
             active = None
         reserve = listed + (active.segment.footer_bytes if active else TRAILER)
-        if self._read_only or not self._make_room(need + reserve + (0 if active else SEGMENT_HEADER)):
+        if self.is_read_only or not self._make_room(need + reserve + (0 if active else SEGMENT_HEADER)):
             return None
         return active or self._open_segment()
 
@@ -288,11 +293,11 @@ class DiskStore:
         try:
             self._files.sync(active.fd)
         except OSError as error:
-            self._failed(error, of_sync=True)
+            self._failed(error, "sync")
             self._retire(active)
             self._drop(active.segment, "failed")
             return False
-        self._sync_failures = 0
+        self._trust.worked("sync")
         return True
 
     def _seal(self, active: _Active) -> None:
@@ -361,25 +366,17 @@ class DiskStore:
                 self._lost[name] = why
         segment.entries = {}
 
-    @property
-    def _read_only(self) -> bool:
-        return max(self._failures, self._sync_failures) >= MAX_FAILURES
-
-    def _failed(self, error: OSError, *, of_sync: bool = False) -> None:
-        writing = not self._read_only
+    def _failed(self, error: OSError, kind: Kind = "write") -> None:
         with self._lock:
             self._counts.write_errors += 1
-            self._failures += not of_sync
-            self._sync_failures += of_sync
-        if writing and self._read_only:
-            self._warn(f"The disk tier in {self._folder} keeps no new blocks: {error.strerror or error}.")
+        self._trust.failed(kind, error)
 
     def _used(self) -> int:
         return sum(segment.size for segment in self._segments)
 
     def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+        self._uses += 1
+        return self._uses
 
     # At the start
 

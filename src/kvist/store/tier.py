@@ -2,7 +2,7 @@
 
 A store keeps opaque payloads under opaque names, and with each a few opaque bytes that are known without reading it. It decides
 nothing but what to drop when it is full, and it never returns bytes that are not the ones put under that name: everything that it
-cannot vouch for is a miss. Calls may block; `put` comes from one thread, `get` from another, `stats` from any.
+cannot vouch for is a miss. Calls may block; `put` comes from one thread, `get` from another, `stats` and `is_read_only` from any.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ class StoreStats:
     """Records that did not verify, or were cut off: dropped, never served."""
     write_errors: int = 0
     read_errors: int = 0
-    read_only: bool = False
-    """Writing failed too often; what is there is still read."""
 
 
 class BlockStore(Protocol):
@@ -57,6 +55,10 @@ class BlockStore(Protocol):
         """The names that were dropped since the last call, and why."""
 
     def stats(self) -> StoreStats: ...
+
+    @property
+    def is_read_only(self) -> bool:
+        """Writing failed too often: for now `put` keeps nothing, and what is there is still read."""
 
     def close(self) -> None:
         """Bring everything to rest; twice is harmless."""
