@@ -1,4 +1,4 @@
-"""Claims and what they may take: of other owners, and beside the further choices of the same request."""
+"""Claims and what they may take and tell: of other owners, and beside the further choices of the same request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvist.kv.block import BlockHash
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
 from kvist.kv.retention import Retention
-from kvist.request import Request, SamplingParams
+from kvist.kv.walks import blocks_from, finish
+from kvist.request import PrefixMiss, Request, SamplingParams
 
 ONE, OTHER = (BlockHash(bytes([number]) * 32) for number in range(2))
 
@@ -48,3 +49,29 @@ def test_a_pin_leaves_room_for_the_other_choices_of_its_request(choices: int, nu
             manager.add(request)
         assert (manager.num_pledged_blocks, manager.request_ids) == (0, frozenset())
     manager.check_invariants()
+
+
+def serve(manager: KVManager, name: str, prompt: list[int], salt: str = "", kv: KVHints | None = None) -> None:
+    request = Request(name, prompt, SamplingParams(max_tokens=1), 1, cache_salt=salt, kv=kv)
+    manager.add(request)
+    assert manager.allocate(request, len(prompt))
+    request.num_computed_tokens = len(prompt)
+    manager.commit(request)
+    manager.free(request)
+
+
+def test_a_pin_is_no_holder() -> None:
+    manager = KVManager(make_spec(block_size=4), 8, watermark=0.0)
+    serve(manager, "pins", list(range(9)), kv=KVHints(pin=True))
+    listed, following = finish(blocks_from(manager.index, manager.keeper, None, 0, 10))
+    assert [(block.block_id, block.holders, block.pinned) for block in listed] == [(0, 0, True), (1, 0, True)]
+    assert following is None
+
+
+def test_another_salt_is_named_only_where_more_is_found_with_it() -> None:
+    manager = KVManager(make_spec(block_size=4), 20, watermark=0.0)
+    serve(manager, "plain", list(range(9)))
+    serve(manager, "salted", [*range(4), *[50] * 9], salt="mine")
+    as_far = [*range(4), 90, 91, 92, 93, 94]
+    assert manager.explain(as_far, "mine", 4, "") == PrefixMiss("never_seen", 4)
+    assert manager.explain(list(range(9)), "mine", 4, "") == PrefixMiss("other_salt", 4, would_hit=8)
