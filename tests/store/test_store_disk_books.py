@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.disk import FaultyFiles, get, names, open_store, put
-from kvist.store.disk import MAX_FAILURES
+from kvist.store.trust import MAX_FAILURES
 
 
 @pytest.mark.parametrize("quota", range(6000, 7000, 50))
