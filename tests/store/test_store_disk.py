@@ -170,7 +170,7 @@ def test_whole_segments_go_within_the_quota_least_recently_used_first(tmp_path: 
         assert set(gone.values()) <= {"evicted"}
         assert folder_bytes(tmp_path) == store.stats().used_bytes <= SMALL
         assert get(store, b"n0") == [True]
-    together = [name for name in known(store) if store._index[name][0] is store._index[b"n0"][0]]
+    together = [name for name in known(store) if store._books.index[name][0] is store._books.index[b"n0"][0]]
     assert together == names(300)[: len(together)], "the segment that is read all the time stays, whatever else is in it"
     assert 1 < len(together) < 10
     assert lost == names(300)[len(together) : len(together) + len(lost)], "all others go in the order in which they came"

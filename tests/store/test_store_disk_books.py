@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from helpers.disk import FaultyFiles, get, names, open_store, put
+from helpers.disk import FaultyFiles, get, known, names, open_store, put
 from kvist.store.trust import MAX_FAILURES
 
 
@@ -76,3 +78,65 @@ def test_a_file_that_cannot_be_removed_leaves_its_place_to_be_made_elsewhere(tmp
     assert sum(path.stat().st_size for path in tmp_path.glob("0*")) <= 6000
     assert not (tmp_path / "000000000002.seg").exists(), "the next one went instead"
     store.close()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_files_that_somebody_removes_cost_what_was_in_them_alone(tmp_path: Path, read: bool) -> None:
+    """That which is written too: what comes later goes to a new one, once it was missed by a reader or when it is full."""
+    store = open_store(tmp_path, 6000)
+    put(store, *names(3))
+    for path in tmp_path.glob("0*"):
+        path.unlink()
+    if read:
+        assert get(store, *names(3)) == [False] * 3
+        assert store.take_lost() == dict.fromkeys(names(3), "damaged")
+        assert store.stats().used_bytes == 0
+    more = names(9, b"m")
+    for name in more:
+        put(store, name)
+    hits = get(store, *names(3), *more)
+    lost = store.take_lost()
+    assert set(known(store)) == {name for name, hit in zip([*names(3), *more], hits, strict=True) if hit}
+    assert set(lost) == ({*()} if read else set(names(3)) | set(more)) - set(known(store))
+    assert len(known(store)) >= len(more) - (0 if read else 1)
+    assert store.stats().used_bytes == sum(path.stat().st_size for path in tmp_path.glob("0*"))
+    assert put(store, *names(3)) == names(3), "what was lost can be kept again"
+    assert store.stats().write_errors == 0
+    store.close()
+
+
+def test_a_segment_that_cannot_be_read_at_the_start_is_left_for_the_next(tmp_path: Path) -> None:
+    class Busy(FaultyFiles):
+        def open(self, path: Path, flags: int) -> int:
+            if path.name == "000000000001.seg":
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+            return super().open(path, flags)
+
+    store = open_store(tmp_path, 6000)
+    put(store, *names(5))
+    store.close()
+    size, told = (tmp_path / "000000000001.seg").stat().st_size, list[str]()
+    again = open_store(tmp_path, 6000, files=Busy(), warn=told.append)
+    assert known(again) == names(5)[1:]
+    assert told == [
+        f"The disk tier goes on without what it cannot read: [Errno 24] Too many open files: '{tmp_path}/000000000001.seg'."
+    ]
+    assert again.stats().read_errors == 1
+    assert again.stats().used_bytes == size + sum(path.stat().st_size for path in tmp_path.glob("00000000000[2-9]*"))
+    again.close()
+    last = open_store(tmp_path, 6000)
+    assert sorted(known(last)) == names(5)
+    assert all(get(last, *names(5)))
+    last.close()
+
+
+def test_what_cannot_be_read_makes_room_like_any_other_segment(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 6000)
+    put(store, *names(5))
+    store.close()
+    again = open_store(tmp_path, 6000, files=FaultyFiles({"open": 1}))
+    for name in names(20, b"m"):
+        assert put(again, name) == [name]
+        assert sum(path.stat().st_size for path in tmp_path.glob("0*")) <= 6000
+    assert not (tmp_path / "000000000001.seg").exists()
+    again.close()

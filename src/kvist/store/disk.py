@@ -4,25 +4,26 @@ Records are appended to one open segment; a full one gets a footer and its final
 it vouches for anything: nothing is mapped, so a file that is cut or damaged under a running server costs a miss, not the process.
 When the quota is reached, the segment that was read or written least recently goes as a whole.
 
-It knows no blocks, hashes or groups, and no threads: one caller puts, another may get meanwhile. What is written of a cache may
-be lost at any time without harm, so an error drops what it may have touched and is counted; after too many in a row the store only
-reads for a while (`store/trust.py`). Invariants: the files never exceed the quota; the index names whole records only; one process
-has the folder; the entries of a segment whose fsync failed are gone, because nobody can tell which of its pages reached the disk.
+It knows no blocks, hashes or groups, and no threads: one caller puts, another may get meanwhile. What is where stands in the books
+(`store/books.py`). What is written of a cache may be lost at any time without harm, so an error drops what it may have touched and
+is counted; after too many in a row the store only reads for a while (`store/trust.py`). Invariants: the files never exceed the
+quota; the index names whole records only; one process has the folder; the entries of a segment whose fsync failed are gone, because
+nobody can tell which of its pages reached the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvist.config import SyncPolicy
 from kvist.errors import ConfigError
 from kvist.store import segments
+from kvist.store.books import Books, Segment
 from kvist.store.files import Files
 from kvist.store.recovery import lock_folder, recover
 from kvist.store.segments import RECORD_HEADER, SEGMENT_HEADER, TRAILER, Entry
@@ -36,33 +37,11 @@ _FOOTER_ENTRY = segments.MAX_NAME + 16  # At least what a record takes in the fo
 
 
 @dataclass(eq=False, slots=True)
-class _Segment:
-    path: Path
-    size: int
-    last_use: int
-    entries: dict[bytes, Entry] = field(default_factory=dict)
-    footer_bytes: int = TRAILER
-    """At least what its footer takes, if it is not sealed yet."""
-
-
-@dataclass(eq=False, slots=True)
 class _Active:
     """The segment that is written."""
 
-    segment: _Segment
+    segment: Segment
     fd: int
-
-
-@dataclass(slots=True)
-class _Counts:
-    found: int = 0
-    foreign: int = 0
-    stored: int = 0
-    loaded: int = 0
-    evicted: int = 0
-    damaged: int = 0
-    write_errors: int = 0
-    read_errors: int = 0
 
 
 class DiskStore:
@@ -92,13 +71,9 @@ class DiskStore:
                 "give it more in kv_tiers."
             )
         self._segment_bytes = max(SEGMENT_HEADER + TRAILER + record, min(quota // MIN_SEGMENTS, MAX_SEGMENT_BYTES))
-        self._lock = threading.Lock()
-        self._index: dict[bytes, tuple[_Segment, Entry]] = {}
-        self._segments: list[_Segment] = []
+        self._books = Books()
         self._active: _Active | None = None
-        self._lost: dict[bytes, Loss] = {}
-        self._counts = _Counts()
-        self._uses = self._number = 0
+        self._number = 0
         self._closed = False
         self._lock_fd = lock_folder(folder)
         try:
@@ -110,31 +85,16 @@ class DiskStore:
     # Any thread
 
     def records(self) -> list[tuple[bytes, bytes]]:
-        with self._lock:
-            return [(name, entry.about) for name, (_, entry) in self._index.items()]
+        with self._books.lock:
+            return [(name, entry.about) for name, (_, entry) in self._books.index.items()]
 
     def take_lost(self) -> dict[bytes, Loss]:
-        with self._lock:
-            lost, self._lost = self._lost, {}
+        with self._books.lock:
+            lost, self._books.lost = self._books.lost, {}
         return lost
 
     def stats(self) -> StoreStats:
-        with self._lock:
-            counts = self._counts
-            return StoreStats(
-                used_bytes=self._used(),
-                quota_bytes=self._quota,
-                num_blocks=len(self._index),
-                num_segments=len(self._segments),
-                found_blocks=counts.found,
-                foreign_segments=counts.foreign,
-                stored_blocks=counts.stored,
-                loaded_blocks=counts.loaded,
-                evicted_blocks=counts.evicted,
-                damaged_blocks=counts.damaged,
-                write_errors=counts.write_errors,
-                read_errors=counts.read_errors,
-            )
+        return self._books.stats(self._quota)
 
     @property
     def is_read_only(self) -> bool:
@@ -143,37 +103,34 @@ class DiskStore:
     def get(self, items: Sequence[Target]) -> list[bool]:
         """Each segment is opened once for all that is read from it, in the order of the file."""
         results = [False] * len(items)
-        by_segment: dict[_Segment, list[tuple[int, Entry]]] = {}
-        with self._lock:
+        by_segment: dict[Segment, list[tuple[int, Entry]]] = {}
+        with self._books.lock:
             for number, (name, _) in enumerate(items):
-                if (found := self._index.get(name)) is not None:
+                if (found := self._books.index.get(name)) is not None:
                     by_segment.setdefault(found[0], []).append((number, found[1]))
-                    found[0].last_use = self._tick()
+                    found[0].last_use = self._books.tick()
         for segment, wanted in by_segment.items():
             wanted.sort(key=lambda pair: pair[1].offset)
             self._read_segment(segment, [(number, entry, items[number][1]) for number, entry in wanted], results)
-        with self._lock:
-            self._counts.loaded += sum(results)
+        with self._books.lock:
+            self._books.counts.loaded += sum(results)
         return results
 
-    def _read_segment(self, segment: _Segment, wanted: list[tuple[int, Entry, memoryview]], results: list[bool]) -> None:
+    def _read_segment(self, segment: Segment, wanted: list[tuple[int, Entry, memoryview]], results: list[bool]) -> None:
         path = segment.path
         try:
             fd = self._files.open(path, os.O_RDONLY)
         except FileNotFoundError:
-            with self._lock:
+            with self._books.lock:
                 renamed = segment.path != path
-                if not renamed and segment in self._segments:
-                    # Somebody else removed the file.
-                    self._counts.damaged += len(segment.entries)
-                    self._forget_entries(segment, "damaged")
-                    self._segments.remove(segment)
+                if not renamed:
+                    self._books.lose_file(segment)
             if renamed:
                 self._read_segment(segment, wanted, results)
             return
         except OSError:
-            with self._lock:
-                self._counts.read_errors += 1
+            with self._books.lock:
+                self._books.counts.read_errors += 1
             return
         try:
             for number, entry, memory in wanted:
@@ -181,7 +138,7 @@ class DiskStore:
         finally:
             self._files.close(fd)
 
-    def _read_record(self, fd: int, segment: _Segment, entry: Entry, memory: memoryview) -> bool:
+    def _read_record(self, fd: int, segment: Segment, entry: Entry, memory: memoryview) -> bool:
         header, about = bytearray(RECORD_HEADER), bytearray(len(entry.about))
         failed = False
         if memory.nbytes == entry.size:
@@ -192,12 +149,10 @@ class DiskStore:
             whole = done == entry.end - entry.offset
             if whole and segments.record_is_intact(bytes(header), entry.name, bytes(about), memory):
                 return True
-        with self._lock:
-            if self._index.get(entry.name) == (segment, entry):
-                del self._index[entry.name], segment.entries[entry.name]
-                self._lost[entry.name] = "failed" if failed else "damaged"
-                self._counts.read_errors += failed
-                self._counts.damaged += not failed
+        with self._books.lock:
+            if self._books.lose(segment, entry, "failed" if failed else "damaged"):
+                self._books.counts.read_errors += failed
+                self._books.counts.damaged += not failed
         return False
 
     # The writer's thread
@@ -208,9 +163,9 @@ class DiskStore:
         written = [name for name, about, payload in items if self._append(name, about, payload)]
         if written and self._sync == "always" and self._active is not None:
             self._sync_active(self._active)
-        with self._lock:
-            kept = [name for name in written if name in self._index]
-            self._counts.stored += len(kept)
+        with self._books.lock:
+            kept = [name for name in written if name in self._books.index]
+            self._books.counts.stored += len(kept)
             return kept
 
     def close(self) -> None:
@@ -226,7 +181,7 @@ class DiskStore:
         """Whether the record is there now. After a failed write the segment is cut back to its last whole record."""
         assert payload.nbytes <= self._max_payload
         assert len(about) <= self._max_about
-        if name in self._index:
+        if name in self._books.index:
             return True
         active = self._writable(RECORD_HEADER + len(about) + payload.nbytes)
         if active is None:
@@ -245,13 +200,11 @@ class DiskStore:
                 segment.size = entry.end
                 self._retire(active)
             return False
-        with self._lock:
-            segment.size = entry.end
-            segment.last_use = self._tick()
-            segment.entries[name] = entry
-            segment.footer_bytes += entry.listed_bytes
-            self._index[name] = (segment, entry)
         self._trust.worked("write")
+        with self._books.lock:
+            if segment not in self._books.segments:
+                return False
+            self._books.add(segment, entry)
         return True
 
     def _writable(self, need: int) -> _Active | None:
@@ -259,6 +212,10 @@ class DiskStore:
         if self.is_read_only:
             return None
         active, listed = self._active, _FOOTER_ENTRY + self._max_about
+        if active is not None and active.segment not in self._books.segments:
+            # Its file is gone: what was written to it would be found by nobody.
+            self._retire(active)
+            active = None
         if active is not None and active.segment.size + need + active.segment.footer_bytes + listed > self._segment_bytes:
             self._seal(active)
             active = None
@@ -283,9 +240,9 @@ class DiskStore:
             with contextlib.suppress(OSError):
                 self._files.unlink(path)
             return None
-        segment = _Segment(path, SEGMENT_HEADER, self._tick())
-        with self._lock:
-            self._segments.append(segment)
+        segment = Segment(path, SEGMENT_HEADER, self._books.tick())
+        with self._books.lock:
+            self._books.segments.append(segment)
         self._active = _Active(segment, fd)
         return self._active
 
@@ -304,7 +261,7 @@ class DiskStore:
         """Footer, fsync, final name. Without a footer the records still stand, and the next start walks them."""
         segment = active.segment
         body = segments.footer(list(segment.entries.values()), segment.size)
-        with self._lock:
+        with self._books.lock:
             offset = segment.size
             segment.size += len(body)
         try:
@@ -317,11 +274,14 @@ class DiskStore:
             return
         self._retire(active)
         try:
-            with self._lock:
+            with self._books.lock:
                 self._files.rename(segment.path, final := segment.path.with_suffix(".seg"))
                 segment.path = final
             if self._sync != "never":
                 self._files.sync_folder(self._folder)
+        except FileNotFoundError:
+            with self._books.lock:
+                self._books.lose_file(segment)
         except OSError as error:
             # Under either name it is the same file.
             self._failed(error)
@@ -333,50 +293,36 @@ class DiskStore:
 
     def _make_room(self, need: int) -> bool:
         """Remove the least recently used segments until `need` bytes fit into the quota."""
-        stuck: set[_Segment] = set()
-        while self._used() + need > self._quota:
+        stuck: set[Segment] = set()
+        while self._books.used_bytes + need > self._quota:
             active = self._active.segment if self._active else None
-            candidates = [segment for segment in self._segments if segment is not active and segment not in stuck]
+            candidates = [segment for segment in self._books.segments if segment is not active and segment not in stuck]
             if not candidates:
                 return False
             oldest = min(candidates, key=lambda segment: segment.last_use)
-            self._counts.evicted += len(oldest.entries)
+            self._books.counts.evicted += len(oldest.entries)
             if not self._drop(oldest, "evicted"):
                 stuck.add(oldest)
         return True
 
-    def _drop(self, segment: _Segment, why: Loss) -> bool:
+    def _drop(self, segment: Segment, why: Loss) -> bool:
         """Forget all that a segment holds and remove it. Its bytes count until the file is gone."""
         try:
-            with self._lock:
-                self._forget_entries(segment, why)
+            with self._books.lock:
+                self._books.lose_all(segment, why)
                 with contextlib.suppress(FileNotFoundError):
                     self._files.unlink(segment.path)
-                if segment in self._segments:
-                    self._segments.remove(segment)
+                if segment in self._books.segments:
+                    self._books.segments.remove(segment)
         except OSError as error:
             self._failed(error)
             return False
         return True
 
-    def _forget_entries(self, segment: _Segment, why: Loss) -> None:
-        for name in segment.entries:
-            if name in self._index and self._index[name][0] is segment:
-                del self._index[name]
-                self._lost[name] = why
-        segment.entries = {}
-
     def _failed(self, error: OSError, kind: Kind = "write") -> None:
-        with self._lock:
-            self._counts.write_errors += 1
+        with self._books.lock:
+            self._books.counts.write_errors += 1
         self._trust.failed(kind, error)
-
-    def _used(self) -> int:
-        return sum(segment.size for segment in self._segments)
-
-    def _tick(self) -> int:
-        self._uses += 1
-        return self._uses
 
     # At the start
 
@@ -384,14 +330,17 @@ class DiskStore:
         """Rebuild the index. Of two records with one name, the later counts."""
         found = recover(self._folder, self._files, self._sync)
         for old in found.segments:
-            segment = _Segment(old.path, old.size, self._tick(), {entry.name: entry for entry in old.entries})
-            self._segments.append(segment)
+            segment = Segment(old.path, old.size, self._books.tick(), {entry.name: entry for entry in old.entries})
+            self._books.segments.append(segment)
             for name, entry in segment.entries.items():
-                self._index[name] = (segment, entry)
+                self._books.index[name] = (segment, entry)
         self._number = found.last_number
-        self._counts.damaged, self._counts.read_errors, self._counts.foreign = found.damaged, found.read_errors, found.foreign
+        counts = self._books.counts
+        counts.damaged, counts.read_errors, counts.foreign = found.damaged, found.read_errors, found.foreign
         if found.foreign:
             count = f"{found.foreign} segment" + "s" * (found.foreign > 1)
             self._warn(f"The disk tier removed {count} of another version's format from {self._folder}.")
+        if found.unreadable is not None:
+            self._warn(f"The disk tier goes on without what it cannot read: {found.unreadable}.")
         self._make_room(0)
-        self._counts.found, self._counts.evicted, self._lost = len(self._index), 0, {}
+        counts.found, counts.evicted, self._books.lost = len(self._books.index), 0, {}

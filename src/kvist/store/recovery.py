@@ -2,7 +2,7 @@
 
 A sealed segment is read by its footer alone, so the start takes time by the number of segments. Only torn ones (at most the last
 one of a process that was killed) are walked; they are cut behind their last whole record and sealed. Files of other names are left
-alone. It knows no quota and builds no index.
+alone, and so is what cannot be read now, as it may be whole. It knows no quota and builds no index.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ class Found:
     foreign: int = 0
     """Segments of another format version, removed."""
     read_errors: int = 0
+    unreadable: OSError | None = None
+    """Why a segment, the first of them, tells nothing; it is among the segments without entries, as it takes room."""
 
 
 def recover(folder: Path, files: Files, sync: SyncPolicy) -> Found:
-    """Raises OSError when the folder cannot be listed; a file that cannot be read is removed."""
+    """Raises OSError when the folder cannot be listed; a file that holds nothing of use is removed."""
     found = Found()
     for file_name in files.names(folder):
         match = _NAME.fullmatch(file_name)
@@ -53,9 +55,12 @@ def recover(folder: Path, files: Files, sync: SyncPolicy) -> Found:
         path = folder / file_name
         try:
             segment = _recover_segment(path, files, sync, found)
-        except OSError:
+        except OSError as error:
             found.read_errors += 1
-            segment = None
+            found.unreadable = found.unreadable or error
+            if not path.is_file():
+                continue
+            segment = Recovered(path, path.stat().st_size, [])
         if segment is not None:
             found.segments.append(segment)
             continue
