@@ -1,4 +1,4 @@
-"""An engine whose disk fails for a while: it answers as without one, and writes again once it can."""
+"""An engine with a disk that fails for a while, or is slow."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from helpers.tiny_engine import run_one, settle, tiny_engine, trace_logits
+from kvist.engine.tiers import WRITING_SECONDS
 from kvist.request import SamplingParams
 from kvist.store.trust import MAX_FAILURES, PAUSE_SECONDS
 
@@ -60,3 +62,22 @@ def test_blocks_are_written_again_once_a_disk_that_was_full_has_room(
         "keeps no new blocks: No space left on device. It is tried again every 60 seconds.",
         "keeps new blocks again.",
     ]
+
+
+def test_an_engine_without_work_hears_what_was_written_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(kv_tiers=f"disk=64MiB:{tmp_path}", num_kv_blocks=200, weights="w4a8")
+    tiers = engine._tiers
+    assert tiers is not None
+    store: Any = tiers._transfers._store
+    gate, put = Event(), store.put
+    monkeypatch.setattr(store, "put", lambda items: put(items) if gate.wait(20) else [])
+    run_one(engine, [3 + number for number in range(100)], GREEDY)
+    assert engine.rest() == pytest.approx(WRITING_SECONDS)
+    assert engine.snapshot().tier.store.stored_blocks == 0
+    gate.set()
+    while (rest := engine.rest()) is not None:
+        assert rest == pytest.approx(WRITING_SECONDS)
+        tiers.wait()
+    assert engine.snapshot().tier.store.stored_blocks == WRITTEN + HALF
+    assert not any(tiers._decider._storing)
+    engine.close()

@@ -258,9 +258,12 @@ class Engine:
         return True
 
     def rest(self) -> float | None:
-        """Without work, end what is to be kept no longer. Returns after how many seconds there is something to end; None: never."""
+        """Without work, end what is to be kept no longer, and hear what the tier has written. Returns after how many seconds there
+        is more of that; None: never."""
         now = self._clock()
         deadline = self.manager.advance(now)
+        if self._tiers is not None:
+            deadline = min(deadline, now + self._tiers.rest())
         return None if deadline == inf else deadline - now
 
     def drop_pending(self) -> None:

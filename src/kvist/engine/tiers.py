@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ PROMPT_ROWS = 32
 """Steps of fewer rows say little about the speed of prompts."""
 WEIGHT = 0.25
 """Of the newest measurement in a rate."""
+WRITING_SECONDS = 0.1
+"""After so many an engine without work looks again what was written."""
 PATIENCE = 0.02
 """Seconds that a step without rows waits for the disk before the engine looks at its inbox again."""
 
@@ -82,6 +85,11 @@ class Tiers:
                     if num_bytes:
                         self._read_rate = _mean(self._read_rate, num_bytes / max(seconds, 1e-6))
                         self._update_rates()
+
+    def rest(self) -> float:
+        """The same while there are no steps. Returns after how many seconds there may be more of it; inf: never."""
+        self.receive()
+        return WRITING_SECONDS if self._transfers.is_writing else inf
 
     def send(self, restores: tuple[TransferPlan, ...] = ()) -> None:
         """Copy out what was offered, before anything else is written to those blocks, and begin to fill others."""

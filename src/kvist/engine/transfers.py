@@ -107,6 +107,11 @@ class Transfers:
         """Whether what is copied out would be written."""
         return not self._store.is_read_only
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the store is still to say of something whether it has it."""
+        return bool(self._staged or self._events)
+
     def copy_out(self, plan: TransferPlan) -> None:
         """Blocks that find no room in the staging area are dropped."""
         dropped = []
@@ -177,10 +182,10 @@ class Transfers:
         except Exception:
             logger.exception("Blocks could not be written to the disk tier.")
             kept = set()
-        self._give_back({name: slot for name, _, slot in batch})
         failed: dict[bytes, Loss] = {name: "failed" for name, _, _ in batch if name not in kept}
         lost = failed | self._store.take_lost()
         self._tell(Lost(lost), Stored([name for name, _, _ in batch if name in kept]))
+        self._give_back({name: slot for name, _, slot in batch})
 
     def _give_back(self, slots: dict[bytes, int]) -> None:
         with self._slots:
