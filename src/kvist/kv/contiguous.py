@@ -16,8 +16,6 @@ from kvist.kv.spans import Span
 class ContiguousSpans:
     """Runs in `num_ids` block ids of `block_bytes`, `num_groups` of one length for each span."""
 
-    name = "contiguous"
-
     def __init__(self, num_ids: int, num_groups: int, block_bytes: int) -> None:
         self.num_ids = num_ids
         self._num_groups = num_groups

@@ -114,9 +114,6 @@ class PrefixIndex:
         assert name is not None, f"block {block_id} is not indexed"
         return name
 
-    def group_of(self, block_id: int) -> int:
-        return self._stretch_of(block_id).group
-
     def root_of(self, block_id: int) -> BlockHash:
         """The root of an indexed block's prefix."""
         return self._stretch_of(block_id).root

@@ -29,7 +29,6 @@ class SpanAllocator(Protocol):
     """Spans over one arena of `num_ids` block ids."""
 
     num_ids: int
-    name: str
 
     def can_open(self, length: int, num_blocks: int, keep: tuple[int, ...]) -> bool:
         """Whether a span of `length` can be opened and grown to `num_blocks` now, without evicting what the ids `keep` lie in."""

@@ -21,8 +21,6 @@ class VirtualSpans:
     """`num_blocks` blocks of `block_bytes` have physical memory at once, in pages of `page_bytes`. A slot has `num_groups` runs of
     at least `length` blocks; `num_slots` may be open at once. `num_kept_slots`: closed slots whose blocks are kept (0: none)."""
 
-    name = "virtual"
-
     def __init__(
         self,
         num_blocks: int,
