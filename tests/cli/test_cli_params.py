@@ -23,7 +23,7 @@ def sample(
     count: Annotated[int, option(min=2, help="How many.")] = 3,
     share: Annotated[float | None, option(panel="More", help="Which part.")] = None,
     file: Annotated[list[Path] | None, option("--file", "-f", help="Where.")] = None,
-    keep: Annotated[bool, option("--keep/--no-keep", panel="More", help="Whether it stays.")] = True,
+    keep: Annotated[bool, option(panel="More", help="Whether it stays.")] = True,
     json: Annotated[bool, option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show what was

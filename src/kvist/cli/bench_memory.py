@@ -94,7 +94,7 @@ def manager_command(
         int, option(min=0, help="Of these so many are the same in all prompts, as in a system prompt; rounded down likewise.")
     ] = 0,
     chunk: Annotated[int, option(min=1, help="Rows of a prompt that one step computes.")] = 512,
-    memory: Annotated[bool, option("--memory/--no-memory", help="Measure host memory too; takes longer.")] = True,
+    memory: Annotated[bool, option(help="Measure host memory too; takes longer.")] = True,
     as_json: JsonFlag = False,
 ) -> None:
     """Cost of the KV manager's own work a block: match, allocate, commit, free; and its host memory."""

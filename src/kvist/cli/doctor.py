@@ -37,7 +37,7 @@ def doctor(
     as_json: JsonFlag = False,
     measure: Annotated[
         bool,
-        option("--measure/--no-measure", help="Measure how fast memory is read and products are computed (two seconds)."),
+        option(help="Measure how fast memory is read and products are computed (two seconds)."),
     ] = True,
     step: Annotated[
         bool,

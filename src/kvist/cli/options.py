@@ -121,7 +121,6 @@ _ENGINE: dict[str, Any] = {
     "enable_prefix_caching": Annotated[
         bool,
         option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
             panel="Memory",
             help="Keep computed prefixes and share them between requests.",
         ),
@@ -167,7 +166,6 @@ _ENGINE: dict[str, Any] = {
     "pin_threads": Annotated[
         bool,
         option(
-            "--pin-threads/--no-pin-threads",
             panel="Machine",
             help="Bind each computing thread but the first to a CPU; of use where nothing else runs.",
         ),
@@ -187,7 +185,6 @@ _ENGINE: dict[str, Any] = {
     "use_cache": Annotated[
         bool,
         option(
-            "--use-cache/--no-use-cache",
             panel="Memory",
             help="Off: recompute the whole sequence for each token, as a baseline to measure against.",
         ),

@@ -68,8 +68,8 @@ class Group(click.Group):
 
 
 def option(*flags: str, help: str = "", metavar: str | None = None, panel: str = "Options", min: float | None = None) -> _Option:
-    """A flag, named `flags` where its names are not the parameter's own with dashes; "--on/--off" for a switch. `min` bounds a
-    number, `panel` is where the help has it."""
+    """A flag, named `flags` where its names are not the parameter's own with dashes; "--on/--off" for a switch, as one that is on
+    without a flag has by itself. `min` bounds a number, `panel` is where the help has it."""
     return _Option(flags, help, metavar, panel, min)
 
 
@@ -111,13 +111,15 @@ def _parameter(name: str, hint: Any, default: Any) -> click.Parameter:
         positional = _Positional([name], type=_click_type(kind, None), nargs=-1 if several else 1, metavar=item.metavar, **settings)
         positional.told = item.help
         return positional
+    dashed = name.replace("_", "-")
+    # What is on without a flag needs one that turns it off.
+    names = item.flags or ((f"--{dashed}/--no-{dashed}",) if default is True else (f"--{dashed}",))
     if kind is bool:
-        shown = any("/" in text for text in item.flags)
+        shown = any("/" in text for text in names)
         settings["is_flag"] = True
     else:
         shown = not required and default is not None
         settings |= {"type": _click_type(kind, item.min), "multiple": several, "metavar": item.metavar}
-    names = item.flags or (f"--{name.replace('_', '-')}",)
     flag = _Flag([name, *names], help=item.help, show_default=shown, **settings)
     flag.panel = item.panel
     return flag

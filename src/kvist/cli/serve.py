@@ -27,7 +27,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @takes(front=server_options(), options=engine_options())
 def serve(
-    named: Annotated[str | None, argument(metavar="MODEL", help="The model, as with --model.")] = None,
+    named: Annotated[str | None, argument(metavar="[MODEL]", help="The model, as with --model.")] = None,
     host: Annotated[
         str, option(panel="Server", help="Address to listen on; 0.0.0.0 opens the server to the network.")
     ] = "127.0.0.1",
