@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
+import pytest
+
 from kvist.kv.block import BlockHash, prompt_hashes, root_hash
 from kvist.kv.history import MAX_EVENTS, EventLog, Seen, nearest, rewritten
 
@@ -53,7 +55,6 @@ def test_the_nearest_is_found_to_the_token() -> None:
     assert found == (prompts[50], 8)
     assert nearest(prompts, NAME, asked, prompt_hashes(NAME, asked, 4), 4) is None
     assert nearest(prompts[:50], ROOT, asked, prompt_hashes(ROOT, asked, 4), 4) is None
-    assert rewritten(prompts, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) == 8
     other = [50] * 5 + [8] * 7
     assert rewritten(prompts, ROOT, other, prompt_hashes(ROOT, other, 4), 4, slack=0) is None
     brought = [replace(one, num_prompt_tokens=None) for one in prompts]
@@ -70,9 +71,31 @@ def test_of_those_that_share_as_much_the_latest_is_the_nearest() -> None:
     assert found[1] == 8
 
 
+@pytest.mark.parametrize(
+    ("behind", "place"),
+    [
+        # A thought is left out, and what was said after it follows.
+        ([5, 6, 7, 8, 9, 30, 31], 20),
+        # It is cut, and goes on with something else.
+        ([1, 2, 3, 4, 30, 31], 24),
+        ([1, 2, 3, 30, 31], None),
+        # Said, but by somebody else, and later.
+        ([30] * 60 + [5, 6, 7, 8], 20),
+        ([30] * 61 + [5, 6, 7, 8], None),
+        ([30, 31, 32, 33], None),
+        ([], None),
+    ],
+)
+def test_a_history_is_rewritten_where_a_part_of_its_answer_stands(behind: list[int], place: int | None) -> None:
+    asked = [7] * 20 + behind
+    known = [seen([7] * 20, [1, 2, 3, 4, 5, 6, 7, 8, 9])]
+    assert rewritten(known, ROOT, asked, prompt_hashes(ROOT, asked, 4), 4, slack=0) == place
+
+
 def test_a_history_may_be_rewritten_from_the_last_words_of_its_prompt_on() -> None:
     """These are the template's, perhaps; what is before them is another question."""
-    asked = [7] * 5 + [9] * 4
+    asked = [7] * 5 + [1, 2, 3]
     hashes = prompt_hashes(ROOT, asked, 4)
     assert rewritten([seen([7] * 6, [1, 2, 3])], ROOT, asked, hashes, 4, slack=1) == 5
     assert rewritten([seen([7] * 7, [1, 2, 3])], ROOT, asked, hashes, 4, slack=1) is None
+    assert rewritten([seen([7] * 6, [1, 2, 4])], ROOT, asked, hashes, 4, slack=1) is None, "a new question"

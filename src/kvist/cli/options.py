@@ -166,6 +166,7 @@ _ENGINE: dict[str, Any] = {
     "pin_threads": Annotated[
         bool,
         option(
+            "--pin-threads/--no-pin-threads",
             panel="Machine",
             help="Bind each computing thread but the first to a CPU; of use where nothing else runs.",
         ),

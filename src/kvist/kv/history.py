@@ -17,6 +17,8 @@ from kvist.kv.block import HASH_BYTES, BlockHash, PackedNames, Tail
 
 MAX_EVENTS = 4096
 MAX_PROMPTS = 128
+PART, SOON = 4, 64
+"""So many tokens in succession are taken for a part of an answer, where they stand no further behind the first differing one."""
 
 
 def max_event_blocks(num_blocks: int) -> int:
@@ -163,7 +165,7 @@ def rewritten(
     ended: Iterable[Seen], root: BlockHash, token_ids: Sequence[int], hashes: Sequence[BlockHash], block_size: int, slack: int
 ) -> int | None:
     """Where a prompt leaves a known conversation within its answer (or the last `slack` tokens before that), if nobody shares more
-    with it."""
+    with it and a part of the answer stands just before that place or soon behind it; else it is another question."""
     longest, place = 0, None
     for seen in ended:
         if seen.root != root or seen.num_prompt_tokens is None:
@@ -171,6 +173,15 @@ def rewritten(
         if (common := seen.common(token_ids, hashes, block_size)) < max(longest, 1):
             continue
         within = seen.num_prompt_tokens - slack <= common < min(len(seen.prompt), len(token_ids))
-        place = common if within or (place == common) else None
+        start = max(min(common, seen.num_prompt_tokens), common - PART)
+        again = within and _share_a_part(seen.prompt[seen.num_prompt_tokens :], token_ids[start : common + SOON])
+        place = common if again or place == common else None
         longest = common
     return place
+
+
+def _share_a_part(answer: Sequence[int], behind: Sequence[int]) -> bool:
+    """Whether PART successive tokens (or all, if it has fewer) of an answer stand in the other."""
+    size = min(PART, len(answer))
+    parts = {tuple(answer[start : start + size]) for start in range(len(answer) - size + 1)}
+    return any(tuple(behind[start : start + size]) in parts for start in range(len(behind) - size + 1))
