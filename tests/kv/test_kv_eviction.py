@@ -16,7 +16,7 @@ from kvist.kv.density import AGE_CELLS, CELL_WIDTHS, Density, ReuseStatistics, a
 from kvist.kv.eviction import POLICIES, EvictionPolicy, Lru
 from kvist.kv.ghosts import MEMO_BITS
 from kvist.kv.manager import KVManager
-from kvist.kv.rings import Rings
+from kvist.kv.rings import MAX_JOINED, Rings
 
 POLICY_NAMES = sorted(POLICIES)
 
@@ -82,10 +82,28 @@ def test_many_runs_of_stale_entries_are_forgotten() -> None:
         rings.unlink(list(range(60, 90)))
     rings.extend(ring, list(range(70)))
     rings.unlink(list(range(0, 70, 2)))
-    assert len(ring.before.block_ids) == 70
+    assert ring.after is ring.before, "a short run is made longer"
+    assert len(ring.after.block_ids) == 71
     rings.unlink([1])
-    assert len(ring.before.block_ids) == 34, "what is half stale is written anew"
-    assert (ring.after.block_ids.tolist(), ring.after.after) == ([99], ring.before)
+    assert ring.after.block_ids.tolist() == [99, *range(3, 70, 2)], "what is half stale is written anew"
+
+
+@pytest.mark.parametrize("shared", [1, 40, 64])
+def test_blocks_let_go_with_others_that_come_and_go_cost_no_run_each(shared: int) -> None:
+    """Prompts with one block of their own, which is let go first, behind blocks that all of them hold in turn."""
+    rings, common = Rings(400), list(range(shared))
+    ring = rings.open()
+    for own in range(100, 300):
+        rings.extend(ring, [own, *common])
+        rings.unlink(common)
+    assert rings.blocks(ring) == list(range(100, 300))
+    runs, run = 0, ring.after
+    while run is not ring:
+        runs, run = runs + 1, run.after
+    assert runs == -(-200 // MAX_JOINED)
+    taken: list[int] = []
+    assert rings.take(ring, 150, taken) == 0
+    assert taken == list(range(100, 250))
 
 
 @given(st.data())

@@ -19,7 +19,7 @@ from kvist.kv.columns import all_are, gather
 ORDINARY_PRIORITY = 50
 MAX_PRIORITY = 100
 MAX_JOINED = 64
-"""Runs are made longer up to this, so that blocks let go one by one do not cost a run each."""
+"""Runs that are shorter are made longer, so that blocks let go one by one, or with others that come and go, cost no run each."""
 
 
 class Run:
@@ -71,9 +71,7 @@ class Rings:
     def extend(self, ring: Run, block_ids: Sequence[int], kind: int = 0, step: int = 0) -> None:
         """Put blocks, at least one and all of one kind, behind all of the ring's."""
         run, place = ring.before, self._place
-        # A run with stale entries may name these blocks already.
-        stale = run.left < len(run.block_ids)
-        if run is ring or stale or run.left + len(block_ids) > MAX_JOINED or run.kind != kind or run.step != step:
+        if run.kind != kind or run.step != step or run.left >= MAX_JOINED or run is ring or not self._ends_clean(run):
             run = Run(kind, step)
             run.before, run.after = ring.before, ring
             ring.before.after = ring.before = run
@@ -141,6 +139,14 @@ class Rings:
         del run.before, run.after
         run.left = 0
         run.block_ids = array("I")
+
+    def _ends_clean(self, run: Run) -> bool:
+        """Whether a run has no stale entries, but for the last ones, which are forgotten: those may be the ones that are put behind
+        it, and no block may stand in a run's list twice."""
+        ids, place = run.block_ids, self._place
+        while run.left < len(ids) and place[ids[-1]] is not run:
+            ids.pop()
+        return run.left == len(ids)
 
     def _tidy(self, run: Run) -> None:
         """Forget stale entries."""

@@ -32,6 +32,7 @@ from kvist.kv.stretch_heads import Heads
 
 MAX_STRETCH = 64
 MIN_RECALLED = 8
+NUM_ORIGINS = 64
 
 
 class Removed(NamedTuple):
@@ -53,6 +54,8 @@ class Stretches:
         self._families = tuple[dict[BlockHash, Family], ...]({} for _ in range(num_groups))
         """Per group, by root."""
         self._block_bytes, self._recalled = block_bytes, recalled
+        self._origins: list[Origin | None] = [None] * NUM_ORIGINS
+        """The latest by some bits of the name before them: what begins behind one block, one prompt after the other, shares one."""
         self._beginnings: dict[int, Stretch] = {}
         """By a checksum of the name before it and its first block's tokens: the latest with that."""
 
@@ -232,7 +235,7 @@ class Stretches:
             end = min(stop, block - block % MAX_STRETCH + MAX_STRETCH)
             ids = block_ids if end - block == len(block_ids) else block_ids[block - start : end - start]
             if stretch is None or not block % MAX_STRETCH or offset < stretch.num_blocks:
-                origin = Origin(family, hashes[block - 1], stretch) if block else family.origin
+                origin = self._origin(family, hashes[block - 1], stretch) if block else family.origin
                 stretch = Stretch(origin, hashes[block:end], ids)
                 self._heads[family.group].add(block, hashes[block], stretch)
             else:
@@ -244,6 +247,13 @@ class Stretches:
                 self._learn(stretch, offset, end, tokens)
         family.num_blocks += stop - start
         return stretch
+
+    def _origin(self, family: Family, parent: BlockHash, before: Stretch | None) -> Origin:
+        place = parent[0] % NUM_ORIGINS
+        origin = self._origins[place]
+        if origin is None or origin.before is not before or origin.parent != parent or origin.family is not family:
+            origin = self._origins[place] = Origin(family, parent, before)
+        return origin
 
     def _learn(self, stretch: Stretch, count: int, end: int, tokens: array[int]) -> None:
         """The stretch of so many blocks ends before block number `end` of a prefix with these tokens."""
