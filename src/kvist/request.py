@@ -362,7 +362,7 @@ class OutputDelta(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """In the first delta only: one entry per prompt token, the first None."""
+    """In the first delta that is not of events alone: one entry per prompt token, the first None."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     usage: RequestUsage | None = None

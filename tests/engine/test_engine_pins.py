@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from helpers.tiny_engine import drain, run_one, tiny_loaded
 from kvist.engine.async_engine import AsyncEngine
@@ -65,3 +66,21 @@ def test_the_published_counts_lose_a_pin_though_nobody_asks_anything() -> None:
         assert engine.snapshot().blocks_by_state["live"] == engine.snapshot().num_pinned_blocks == 0
     finally:
         engine.close()
+
+
+def test_a_pin_without_max_tokens_generates_what_fits_beside_it_too() -> None:
+    """Even where the blocks that it pins are another's, or those of a window that it passes."""
+    engine = Engine(tiny_loaded(num_kv_blocks=20))
+    prompt = PROMPT[:64]
+    engine.add_request("first", prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    engine.step()
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, n=2)
+    engine.add_request("pinning", prompt, params, kv=KVHints(pin=True))
+    outputs = drain(engine)
+    assert {len(outputs[name].token_ids) for name in ("pinning", "pinning#1")} == {16 * 16 - 64}
+    assert engine.snapshot().num_pinned_blocks == 4
+
+    windowed = Engine(tiny_loaded(windows=(24, None), num_kv_blocks=36))
+    windowed.add_request("pinning", prompt, replace(params, n=1), kv=KVHints(pin=True))
+    assert len(drain(windowed)["pinning"].token_ids) == 336
+    assert windowed.snapshot().num_pinned_blocks == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.deciders import make_spec
-from kvist.errors import InvalidRequestError
+from kvist.errors import ContextLengthError
 from kvist.kv.block import BlockHash
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
@@ -35,19 +35,19 @@ def test_a_claim_is_covered_by_its_owners_alone() -> None:
     retention.check_invariants()
 
 
-@pytest.mark.parametrize(("choices", "num_blocks", "fits"), [(1, 8, True), (2, 8, False), (2, 9, True)])
-def test_a_pin_leaves_room_for_the_other_choices_of_its_request(choices: int, num_blocks: int, fits: bool) -> None:
-    """Four blocks are pinned, and each choice that comes later needs five."""
+@pytest.mark.parametrize(("choices", "num_blocks", "fits"), [(1, 8, False), (1, 9, True), (2, 8, False), (2, 9, True)])
+def test_a_pin_leaves_room_for_its_request_and_the_other_choices(choices: int, num_blocks: int, fits: bool) -> None:
+    """Four blocks are pinned, and each choice needs five, of which none need be pinned ones."""
     manager = KVManager(make_spec(block_size=4), num_blocks, watermark=0.0, pin_budget=0.5)
     params = SamplingParams(max_tokens=1, n=choices)
     request = Request("r", list(range(16)), params, 1, kv=KVHints(pin=True))
     if fits:
         manager.add(request)
-        assert manager.num_pledged_blocks == 4
+        assert manager.num_pledged_blocks() == 4
     else:
-        with pytest.raises(InvalidRequestError, match="leave too few for a request that is open"):
+        with pytest.raises(ContextLengthError, match=r"needs 5 blocks .* its own prompt too, there are 4"):
             manager.add(request)
-        assert (manager.num_pledged_blocks, manager.request_ids) == (0, frozenset())
+        assert (manager.num_pledged_blocks(), manager.request_ids) == (0, frozenset())
     manager.check_invariants()
 
 

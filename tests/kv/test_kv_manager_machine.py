@@ -318,12 +318,14 @@ class ManagerMachine(RuleBasedStateMachine):
             self.passed = {mark: other for mark, other in self.passed.items() if other is not request}
 
     def note_tail(self, request: Request, tables: list[list[int]]) -> None:
-        """Of who has ended at least half a block behind a whole one, that block can be found."""
+        """Of who has ended at least half a block behind a whole one, that block can be found, unless another holds it too."""
         block, rest = divmod(request.num_computed_tokens, SIZE)
         if 2 * rest < SIZE:
             return
         before = self.marks(request)[block - 1] if block else hash(request.cache_salt)
         name = self.arena.fingerprints(request)[request.num_computed_tokens - 1]
+        if any(table[block] in self.live() for table in tables):
+            return
         for group, table in enumerate(tables):
             if table[block] not in self.found.values():
                 self.found.setdefault((group, name), table[block])

@@ -192,7 +192,7 @@ def test_the_budget_is_enforced_when_a_request_is_queued() -> None:
 
 
 def test_what_is_pinned_or_promised_already_is_charged_once() -> None:
-    drive = Drive(12, pin_budget=0.5)
+    drive = Drive(13, pin_budget=0.5)
     taken = drive.manager.pins
     drive.serve(prompt(1, 4), pin=True)
     same, twin = drive.open(prompt(1, 4), pin=True), drive.open(prompt(1, 4), pin=True)

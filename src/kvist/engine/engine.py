@@ -123,7 +123,7 @@ class Engine:
         # A pin whose time is up, perhaps long since, is in nobody's way.
         self.manager.advance(self._clock())
         if params.max_tokens is None:
-            max_tokens = self._beside_pins(len(prompt_token_ids), max_tokens)
+            max_tokens = self._beside_pins(prompt_token_ids, max_tokens, cache_salt if kv and kv.pin else None)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         arrival = self._clock() if arrival_time is None else arrival_time
         grammar = grammar or self.forms.compile(params)
@@ -160,12 +160,15 @@ class Engine:
         self._choices |= choices
         self._requests[request_id] = set(choices)
 
-    def _beside_pins(self, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Of a budget that goes as far as it can, what fits beside what is pinned; one token at least, to be refused if need be."""
-        if not (pledged := self.manager.num_pledged_blocks):
+    def _beside_pins(self, prompt_token_ids: list[int], max_tokens: int, pin_salt: str | None) -> int:
+        """Of a budget that goes as far as it can, what fits beside what is pinned, and beside its own pin if it has a `pin_salt`;
+        one token at least, to be refused if need be."""
+        manager, num_prompt_tokens = self.manager, len(prompt_token_ids)
+        pledged = manager.num_pledged_blocks() if pin_salt is None else manager.num_pledged_blocks(prompt_token_ids, pin_salt)
+        if not pledged:
             return max_tokens
         config, total = self.config, num_prompt_tokens + max_tokens
-        fits = config.spec.max_request_tokens(config.num_kv_blocks - pledged, total) - num_prompt_tokens
+        fits = config.spec.max_request_tokens(max(0, config.num_kv_blocks - pledged), total) - num_prompt_tokens
         return min(max_tokens, max(1, fits))
 
     def compile_form(self, params: SamplingParams) -> Grammar | None:

@@ -2,7 +2,7 @@
 
 A request's way: `add`, then (`match`, `attach`, `allocate`) at admission, `allocate` before each later step, `commit` and `trim`
 after it; `release` when it is preempted, `free` when it ends. The manager decides on integers only: it knows no arrays of keys and
-values, no step, no budget, no clock. Queries (`match`, `is_being_computed`, `fit`, `blocks_to_admit`, `usage`) change nothing but
+values, no step, no budget, no clock. Queries (`match`, `is_being_computed`, `has_room`, `fit`, `usage`) change nothing but
 the memo of hashes, and enter what waits to be entered. Invariants, besides those of pool and index:
 
 * a request's record (`kv/records.py`) names the blocks that it holds, and no others;
@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 
 from kvist.errors import InvalidRequestError
 from kvist.kv.allocators import blocks_to_admit, grow, tails_first
-from kvist.kv.block import BlockHash, prompt_hashes, root_hash
+from kvist.kv.block import BlockHash, Tail, prompt_hashes, root_hash
 from kvist.kv.commits import Commits
 from kvist.kv.copies import Copies
 from kvist.kv.explain import Elsewhere, Explainer
@@ -108,9 +108,8 @@ class KVManager:
     def num_pinned_blocks(self) -> int:
         return self._keeper.retention.num_pinned
 
-    @property
-    def num_pledged_blocks(self) -> int:
-        return self.pins.num_taken
+    def num_pledged_blocks(self, to_pin: Sequence[int] = (), salt: str = "") -> int:
+        return self.pins.num_taken + (self.pins.num_wanted(self.hashes_of(to_pin, salt)[1]) if to_pin else 0)
 
     def match(self, request: Request) -> PrefixMatch:
         """The longest cached prefix of a request that holds no blocks. At least its last token is left to compute."""
@@ -212,7 +211,11 @@ class KVManager:
         if request.kv and request.kv.pin:
             record.hash_up_to(request, request.num_prompt_tokens // self._block_size, self._block_size)
         self.pins.add(request, tuple(record.hashes))
-        record.trail = self._trails.open(record.root, record.hashes, request)
+        try:
+            record.trail = self._trails.open(record.root, record.hashes, request)
+        except BaseException:
+            self.pins.forget(request.request_id)
+            raise
         self._records[request.request_id] = record
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
@@ -325,7 +328,7 @@ class KVManager:
         self._commits.enter()
         record = self._records.pop(request.request_id)
         tail = None if in_step or not self._keeps_tails else record.tail(request, self._block_size)
-        if tail and not self._keeper.enter_tail(record.root, tail, [table[tail.block] for table in record.tables]):
+        if tail and not self._enter_tail(record, tail):
             tail = None
         if tail and self._restores is not None:
             self._restores.offer_tail(record, tail, request)
@@ -335,6 +338,13 @@ class KVManager:
         for name in self._trails.close(record.trail, tokens, tail, request.num_prompt_tokens, self._keeper.now):
             self._keeper.forget_tail(name)
         return freed
+
+    def _enter_tail(self, record: PagedRecord, tail: Tail) -> bool:
+        """Whether a request's last block, which is not full, can be found. While another holds it too, it gets no name: that one
+        would have to copy it then before it goes on, and there may be no room."""
+        block_ids = [table[tail.block] for table in record.tables]
+        shared = any(self._pool.ref_count(block_id) > 1 for block_id in block_ids)
+        return not shared and self._keeper.enter_tail(record.root, tail, block_ids)
 
     def _found(self, request: Request, record: PagedRecord, num_blocks: int) -> None:
         record.num_committed = num_blocks

@@ -133,9 +133,9 @@ class KVMemory(Protocol):
     def num_pinned_blocks(self) -> int:
         """Held though no request may hold them."""
 
-    @property
-    def num_pledged_blocks(self) -> int:
-        """Pinned, or to be pinned by an open request: a new request cannot count on them."""
+    def num_pledged_blocks(self, to_pin: Sequence[int] = (), salt: str = "") -> int:
+        """Pinned, or to be pinned by an open request, or by one that would pin the prompt `to_pin`: a new request cannot count on
+        them."""
 
     @property
     def request_ids(self) -> frozenset[str]: ...

@@ -4,8 +4,13 @@ A request's pin is charged when it is queued, so that it is refused then or hold
 prompt has been computed. Blocks go by their names, so what is pinned already, or promised to another request, is charged once; if a
 pin ends that an open request counts on, its blocks are charged to that request's promise. Pinned blocks are lost to all others, so
 a pin is refused that would leave too few for an open request, and a request that needs more than the pins leave: whoever is queued
-can finish. Blocks that a request would share with a pin count on both sides, which refuses a little too early.
-Invariant: pinned and promised blocks together stay within the budget, and every open request fits beside them.
+can finish.
+
+Invariant: pinned and promised blocks together stay within the budget, and beside them every open request fits that holds none of
+them. Who pins is no exception: its prompt's blocks may be the second ones of their contents, and a windowed group lets go of blocks
+that stay pinned. So the oldest request, for which all others give way, always gets what it needs: what is neither pinned nor its
+own is free then, and once it runs it need not copy: the last holder of a block that is not full writes in place, as that has no
+name. Blocks that a request does share with a pin count on both sides, which refuses a little too early.
 """
 
 from __future__ import annotations
@@ -53,20 +58,29 @@ class Pins:
             for ids in zip(*groups, strict=True)
         ]
 
+    def num_wanted(self, names: Sequence[BlockHash]) -> int:
+        """Blocks that a pin of a prompt, whose whole blocks have these names, would take beside what is taken."""
+        missing = zip(names, self._num_unpinned(names), strict=True)
+        return sum(count for name, count in missing if name not in self._promised)
+
     def add(self, request: Request, names: Sequence[BlockHash]) -> None:
         """Take note of what a request needs, and promise it its pin: `names` are those of its prompt's whole blocks. Raises
         InvalidRequestError or ContextLengthError, and then nothing has changed."""
         tokens, taken = max(1, len(request.prompt_token_ids) + request.max_tokens), self.num_taken
-        if taken and (need := self._spec.request_blocks(tokens)) > self._num_blocks - taken:
+        need = self._spec.request_blocks(tokens)
+        if taken and need > self._num_blocks - taken:
             raise ContextLengthError(
                 f"The request needs {need} blocks of the KV pool, and beside what is pinned there are {self._num_blocks - taken}: "
                 "shorten the prompt or max_tokens, or unpin something (POST /v1/kv/pin)."
             )
         if request.kv is not None and request.kv.pin:
-            missing = zip(names, self._num_unpinned(names), strict=True)
-            want = sum(count for name, count in missing if name not in self._promised)
-            # Its own other choices come behind it, and need as much.
-            self.check(want, [*self._tokens.values(), tokens if request.sampling_params.n > 1 else 0])
+            want = self.num_wanted(names)
+            self.check(want, self._tokens.values())
+            if need > self._num_blocks - taken - want:
+                raise ContextLengthError(
+                    f"The request needs {need} blocks of the KV pool, and beside what is pinned, its own prompt too, there are "
+                    f"{self._num_blocks - taken - want}: shorten the prompt or max_tokens, or send it without the pin."
+                )
             self._promises[request.request_id] = names
             self._promised.update(names)
             self._num_promised = None

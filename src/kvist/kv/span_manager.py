@@ -77,8 +77,7 @@ class SpanManager:
     def num_pinned_blocks(self) -> int:
         return 0
 
-    @property
-    def num_pledged_blocks(self) -> int:
+    def num_pledged_blocks(self, to_pin: Sequence[int] = (), salt: str = "") -> int:
         return 0
 
     @property

@@ -29,7 +29,7 @@ class ScheduledRequest(NamedTuple):
     start: int
     """Position of the first row: the request's `num_computed_tokens` before the step."""
     block_tables: tuple[array[int], ...]
-    """Per KV group, logical block -> physical block id (typecode "i"). Entries that a windowed group has let go hold 0 and are
+    """Per KV group, logical block -> physical block id (typecode "I"). Entries that a windowed group has let go hold 0 and are
     never read: the kernels start at the window."""
     samples: bool
     """The last row reaches `num_tokens`: a token is drawn from its logits."""

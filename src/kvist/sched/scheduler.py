@@ -110,8 +110,8 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING, "a request is added once"
         assert request.prompt_token_ids, "a prompt has at least one token"
         self._limits.refuse_oversize(request)
-        self._manager.add(request)
         job = Job(request, (self._policy.key(request), self._num_arrivals))
+        self._manager.add(request)
         self._num_arrivals += 1
         self._jobs[request.request_id] = job
         insort(self._waiting, job, key=key_of)
