@@ -46,13 +46,14 @@ class PinsMachine(RuleBasedStateMachine):
         choices=st.integers(1, 3),
         scored=st.booleans(),
         kv=st.sampled_from([None, PIN, PIN, KVHints(pin=True, ttl=4.0)]),
+        cut=st.booleans(),
     )
-    def add(self, length: int, last: int, max_tokens: int, choices: int, scored: bool, kv: KVHints | None) -> None:
+    def add(self, length: int, last: int, max_tokens: int, choices: int, scored: bool, kv: KVHints | None, cut: bool) -> None:
         self.count += 1
         prompt = [*range(length), last]
         name = f"r{self.count}"
-        # As the engine does: of a request that asks for all, what fits.
-        pledged = self.manager.num_pledged_blocks(prompt, "") if kv else self.manager.num_pledged_blocks()
+        # Of a request that asks for all, what fits, as the engine does; or what others leave, as if it pinned nothing.
+        pledged = self.manager.num_pledged_blocks(prompt, "") if kv and cut else self.manager.num_pledged_blocks()
         fits = self.sim.spec.max_request_tokens(self.num_blocks - pledged, len(prompt) + max_tokens) - len(prompt)
         more = {"prompt_logprobs": 0 if scored else None}
         try:
@@ -96,6 +97,18 @@ class PinsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         self.sim.end(data.draw(st.sampled_from(sorted(request.request_id for request in self.open))))
+
+    @precondition(lambda self: len(self.open) < 4)
+    @rule(length=st.integers(1, 14), max_tokens=st.integers(2, 3), other=st.integers(SIZE, 14))
+    def end_one_of_two_behind_the_prompt(self, length: int, max_tokens: int, other: int) -> None:
+        """Then pin: the other choice may hold all that the pins leave."""
+        self.add(length, 1, max_tokens, 2, False, None, False)
+        name = f"r{self.count}#0"
+        while name in self.sim.requests and not self.sim.requests[name].output_token_ids:
+            assert not self.sim.step().empty
+        if name in self.sim.requests and not self.sim.requests[name].finished:
+            self.sim.end(name)
+        self.pin(other)
 
     @precondition(lambda self: self.sim.scheduler.has_work)
     @rule(steps=st.integers(1, 6))
