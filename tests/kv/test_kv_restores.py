@@ -8,6 +8,7 @@ import pytest
 
 from helpers.deciders import make_request, make_spec
 from kvist.kv.block import BlockHash
+from kvist.kv.density import Density
 from kvist.kv.manager import KVManager
 from kvist.kv.tiers import Follower, Restore, TierDecider, TransferPlan
 from kvist.request import Request
@@ -15,7 +16,7 @@ from kvist.request import Request
 A, B, C, ROOT = (BlockHash(bytes([number]) * 32) for number in range(4))
 
 
-def serve(manager: KVManager, name: str, prompt: list[int]) -> TransferPlan:
+def compute(manager: KVManager, name: str, prompt: list[int]) -> None:
     request = make_request(name, prompt, 1)
     manager.add(request)
     manager.attach(request, match := manager.match(request))
@@ -26,6 +27,11 @@ def serve(manager: KVManager, name: str, prompt: list[int]) -> TransferPlan:
     request.num_computed_tokens = len(prompt)
     manager.commit(request)
     manager.free(request)
+
+
+def serve(manager: KVManager, name: str, prompt: list[int]) -> TransferPlan:
+    """What the tier is offered of it."""
+    compute(manager, name, prompt)
     assert manager.tier is not None
     plan = manager.tier.take_offers()
     assert plan is not None
@@ -64,3 +70,59 @@ def test_what_is_left_without_a_beginning_is_no_restore_if_the_device_has_as_muc
         whole = restore.whole(4)
         assert (None if whole is None else whole.stop) == left
         assert whole is None or (whole.missing, whole.blocks, whole.follower) == (((0, A),), (1,), None)
+
+
+def plan_for(num_tokens: int) -> tuple[KVManager, Request, TransferPlan]:
+    """A manager with a plan under way for a prompt of which the tier has all, in blocks of 16."""
+    old, new = (KVManager(make_spec(), 40, watermark=0.0, tiered=True) for _ in range(2))
+    assert new.tier is not None
+    prompt = list(range(num_tokens))
+    new.tier.found((copy.name, copy.about) for copy in serve(old, "first", prompt).copies)
+    request: Request = make_request("again", prompt, 1)
+    new.add(request)
+    match = new.match(request)
+    restore = new.restorable(request, match)
+    assert restore is not None
+    plan = new.prepare_restore(request, restore, match)
+    assert plan is not None
+    return new, request, plan
+
+
+@pytest.mark.parametrize(
+    ("filled", "brought"), [("1111", 63), ("1101", 32), ("0111", 0), ("0000", 0), ("1110", 48)], ids=lambda value: str(value)
+)
+def test_a_plan_has_brought_what_comes_before_the_first_gap(filled: str, brought: int) -> None:
+    manager, request, plan = plan_for(64)
+    assert manager.complete_restore(plan.plan_id, [good == "1" for good in filled]) == brought
+    assert manager.match(request).num_tokens == brought
+    manager.check_invariants()
+
+
+def test_a_plan_has_brought_nothing_that_was_computed_meanwhile() -> None:
+    manager, request, plan = plan_for(64)
+    compute(manager, "other", [*range(64), 99])
+    assert manager.complete_restore(plan.plan_id, [True] * 4) == 0
+    assert manager.match(request).num_tokens == 63
+    manager.check_invariants()
+
+
+def test_what_a_plan_only_keeps_counts_as_used_once_it_is() -> None:
+    """The device has the first block of four. Its class is what it would be without a tier."""
+    old, new = (KVManager(make_spec(), 40, watermark=0.0, tiered=True) for _ in range(2))
+    assert new.tier is not None
+    new.tier.found((copy.name, copy.about) for copy in serve(old, "first", list(range(65))).copies)
+    compute(new, "begun", list(range(17)))
+    request: Request = make_request("again", list(range(65)), 1)
+    new.add(request)
+    match = new.match(request)
+    block_id, policy = match.block_ids[0][0], new.keeper.policy
+    assert isinstance(policy, Density)
+    (before,) = policy.leave([block_id])
+    restore = new.restorable(request, match)
+    assert restore is not None
+    plan = new.prepare_restore(request, restore, match)
+    assert plan is not None
+    assert [memo & 7 for memo in policy.leave([block_id])] == [before & 7]
+    new.complete_restore(plan.plan_id, [True] * len(plan.copies))
+    new.attach(request, new.match(request))
+    assert [memo & 7 for memo in policy.leave([block_id])] == [(before & 7) + 1]

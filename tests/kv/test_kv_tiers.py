@@ -136,8 +136,8 @@ def test_after_many_refusals_one_is_tried() -> None:
     tier = make_tier()
     tier.rates = TierRates(read_bytes_per_second=1, tokens_per_second=1000)
     restore = Restore(0, 16, ((0, A),), ROOT, (0,), [A], 1)
-    assert [tier.is_worth_it(restore) for _ in range(2 * PATIENCE)] == [*[False] * (PATIENCE - 1), True] * 2
-    assert tier.num_refused == 2 * (PATIENCE - 1)
+    assert [tier.is_worth_it(restore) for _ in range(2 * PATIENCE + 2)] == [*[False] * PATIENCE, True] * 2
+    assert tier.num_refused == 2 * PATIENCE
     tier.rates = TierRates(read_bytes_per_second=10**9, tokens_per_second=1000)
     assert tier.is_worth_it(restore)
 

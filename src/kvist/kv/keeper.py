@@ -79,8 +79,9 @@ class Keeper:
             self._enter(block_hashes, block_ids)
             self.events.add_of(time, "stored", "", root, block_hashes)
 
-    def enter_restored(self, restore: Restore, tokens: array[int], copies: Sequence[BlockCopy], filled: Sequence[bool]) -> None:
-        """A tier has brought what was missing of a prefix, which has these tokens, as far as it is `filled`."""
+    def enter_restored(self, restore: Restore, tokens: array[int], copies: Sequence[BlockCopy], filled: Sequence[bool]) -> bool:
+        """A tier has brought what was missing of a prefix, which has these tokens, as far as it is `filled`; whether any of it was
+        still missing."""
         brought = {}
         tail, names, root = restore.tail(self._index.block_size), restore.names(), restore.root
         for copy, block, good in zip(copies, restore.blocks, filled, strict=True):
@@ -94,6 +95,7 @@ class Keeper:
                 self._enter([copy.block_hash], [copy.block_id])
                 brought[copy.block_hash] = root
         self.tell("stored", "restored", brought)
+        return bool(brought)
 
     def _enter(self, block_hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
         self.pool.mark_cached(block_ids)

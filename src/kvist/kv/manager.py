@@ -282,10 +282,10 @@ class KVManager:
         assert self._restores is not None
         return self._restores.prepare(restore, self._records[request.request_id], match)
 
-    def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> None:
-        """Enter what was brought into the prefix index, and let go of the plan's blocks."""
+    def complete_restore(self, plan_id: int, filled: Sequence[bool]) -> int:
+        """Enter what was brought into the prefix index, and let go of the plan's blocks: see `Restores.complete`."""
         assert self._restores is not None
-        self._restores.complete(plan_id, filled)
+        return self._restores.complete(plan_id, filled)
 
     def swap_out(self, request: Request) -> bool:
         """Before `release`: offer the tier what it lacks of a request. Whether it can come back from there sooner than computed."""

@@ -90,7 +90,14 @@ class BlockPool:
         return taken
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Hold each of these different blocks once more. Free blocks must be cached ones: others have no content to share."""
+        """Hold each of these different blocks once more, to use it. Free blocks must be cached ones: others have no content to
+        share."""
+        self.keep(block_ids)
+        if block_ids:
+            self._policy.hit(block_ids)
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """The same of blocks that are not used, only not to be lost."""
         states = self._states
         if block_ids and all_are(gather(states, block_ids), FREE_CACHED):
             free = block_ids
@@ -107,8 +114,6 @@ class BlockPool:
         if free:
             self.num_cached -= len(free)
             self._policy.unlink(free)
-        if block_ids:
-            self._policy.hit(block_ids)
 
     def release(self, block_ids: Sequence[int]) -> int:
         """Hold each block once less; of the cached blocks, the first given is the first reused. Returns how many became free."""

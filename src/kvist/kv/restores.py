@@ -33,7 +33,7 @@ class Restores:
         pool = self._keeper.pool
         hit = [block_id for ids, first in zip(match.block_ids, match.first_blocks, strict=True) for block_id in ids[first:]]
         kept = list(dict.fromkeys([*hit, *restore.here]))
-        pool.share(kept)
+        pool.keep(kept)
         taken = pool.take(len(restore.missing))
         pool.release(kept[::-1])
         if taken is None:
@@ -42,16 +42,19 @@ class Restores:
         self._under_way[plan.plan_id] = restore, record
         return plan
 
-    def complete(self, plan_id: int, filled: Sequence[bool]) -> None:
-        """Enter what was brought into the index, and let go of the plan's blocks."""
+    def complete(self, plan_id: int, filled: Sequence[bool]) -> int:
+        """Enter what was brought into the index, and let go of the plan's blocks. Returns up to which token of the prefix all of it
+        came; the plan's start, where what came was here already."""
         copies, (restore, record) = self._tier.complete(plan_id).copies, self._under_way.pop(plan_id)
         tokens = record.tokens[: restore.length * self._index.block_size]
         if restore.follower is not None:
             tokens += restore.follower.tokens
-        self._keeper.enter_restored(restore, tokens, copies, filled)
+        brought = self._keeper.enter_restored(restore, tokens, copies, filled)
         if restore.follower is not None:
             self._lead_to(restore, tokens)
         self._keeper.pool.release([copy.block_id for copy in reversed(copies)])
+        gaps = [block * self._index.block_size for block, good in zip(restore.blocks, filled, strict=True) if not good]
+        return max(restore.start, min([restore.stop, *gaps])) if brought else restore.start
 
     def _lead_to(self, restore: Restore, tokens: array[int]) -> None:
         """Have the block behind the whole ones found by what it begins with, if all that is needed for it is here."""

@@ -29,7 +29,7 @@ from kvist.kv.prefix import PrefixIndex, PrefixMatch
 from kvist.kv.spec import KVSpec
 from kvist.kv.trails import common_length
 
-PATIENCE = 16
+PATIENCE = 15
 MAX_FOLLOWERS = 16
 """Blocks behind one block that are looked at for how a prompt goes on: short questions behind one system prompt, say."""
 Tokens = Callable[[int, int], Sequence[int]]
@@ -342,7 +342,7 @@ class TierDecider:
 
     def is_worth_it(self, restore: Restore) -> bool:
         """The cost model's answer, which counts its refusals."""
-        if self.is_cheaper(len(restore.missing), restore.stop - restore.start) or self._refusals + 1 >= PATIENCE:
+        if self.is_cheaper(len(restore.missing), restore.stop - restore.start) or self._refusals >= PATIENCE:
             self._refusals = 0
             return True
         self._refusals += 1

@@ -192,12 +192,14 @@ def _flush(index: PrefixIndex, keeper: Keeper, root: BlockHash | None, held: dic
         count += len(free)
         yield
     # What was held when the walk came to it may have been let go since. The walk ends at a moment when none of that is free.
-    while free := pool.free_among(list(held)):
-        piece = free[:FLUSHED_BLOCKS]
-        for block_id in piece:
-            del held[block_id]
-        mine = [block_id for block_id in piece if root is None or index.root_of(block_id) == root]
-        keeper.forget(mine, "flushed")
-        count += len(mine)
-        yield
+    while pool.free_among(list(held)):
+        ids = list(held)
+        for begin in range(0, len(ids), PIECE_BLOCKS):
+            free = pool.free_among(ids[begin : begin + PIECE_BLOCKS])
+            for block_id in free:
+                del held[block_id]
+            mine = [block_id for block_id in free if root is None or index.root_of(block_id) == root]
+            keeper.forget(mine, "flushed")
+            count += len(mine)
+            yield
     return count

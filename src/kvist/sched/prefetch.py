@@ -40,7 +40,7 @@ class _Wait(NamedTuple):
 
     plan_id: int | None
     start: int = 0
-    """Of all its own plans, to `stop`."""
+    """Of all its own plans; what they have brought goes on from there to `stop`."""
     stop: int = 0
     deadline: float = 0.0
     num_plans: int = 1
@@ -115,8 +115,8 @@ class Prefetcher:
         plan = manager.prepare_restore(request, restore, match)
         if plan is None:
             return None
-        start = min(last.start, restore.start)
-        self._waits[request.request_id] = _Wait(plan.plan_id, start, restore.stop, deadline, num_plans, last.ended)
+        start, stop = min(last.start, restore.start), last.stop if last.stop > last.start else restore.start
+        self._waits[request.request_id] = _Wait(plan.plan_id, start, stop, deadline, num_plans, last.ended)
         self._running_plans[plan.plan_id] = request.request_id
         return plan
 
@@ -137,14 +137,17 @@ class Prefetcher:
 
     def complete(self, plan_id: int, filled: Sequence[bool]) -> None:
         """A plan was carried out; `filled` says which of its blocks hold what they should."""
-        self._manager.complete_restore(plan_id, filled)
+        stop = self._manager.complete_restore(plan_id, filled)
         request_id = self._running_plans.pop(plan_id)
         ended: LessFound = "late" if plan_id in self._unwanted else "failed"
         self._unwanted.discard(plan_id)
         wait = self._waits.get(request_id)
-        if wait is not None and wait.plan_id == plan_id and not all(filled):
-            # What is left may be of use: some blocks of windows serve one length alone.
-            self._waits[request_id] = wait._replace(num_plans=max(wait.num_plans, MAX_PLANS - 1), ended=ended)
+        if wait is not None and wait.plan_id == plan_id:
+            wait = wait._replace(stop=max(wait.stop, stop))
+            if not all(filled):
+                # What is left may be of use: some blocks of windows serve one length alone.
+                wait = wait._replace(num_plans=max(wait.num_plans, MAX_PLANS - 1), ended=ended)
+            self._waits[request_id] = wait
 
     def swap_out(self, request: Request) -> bool:
         """A request is about to lose its blocks: have the tier keep them. Whether it is to come back from there."""

@@ -203,6 +203,10 @@ async def _token_ids(state: ServerState, body: PromptRequest) -> list[int]:
     token_ids = await _any_token_ids(state, body)
     if not token_ids:
         raise InvalidRequestError("The prompt has no tokens; give at least one.", param="prompt")
+    if len(token_ids) > (limit := state.engine.config.effective_max_len):
+        raise InvalidRequestError(
+            f"The prompt has {len(token_ids)} tokens, and no request can have more than {limit}; shorten it.", param="prompt"
+        )
     return token_ids
 
 
