@@ -9,7 +9,8 @@ from kvist.errors import ContextLengthError
 from kvist.kv.block import BlockHash
 from kvist.kv.hints import KVHints
 from kvist.kv.manager import KVManager
-from kvist.kv.retention import Retention
+from kvist.kv.retention import Claim, Retention
+from kvist.kv.rings import ORDINARY_PRIORITY
 from kvist.kv.walks import blocks_from, finish
 from kvist.request import PrefixMiss, Request, SamplingParams
 
@@ -75,3 +76,35 @@ def test_another_salt_is_named_only_where_more_is_found_with_it() -> None:
     as_far = [*range(4), 90, 91, 92, 93, 94]
     assert manager.explain(as_far, "mine", 4, "") == PrefixMiss("never_seen", 4)
     assert manager.explain(list(range(9)), "mine", 4, "") == PrefixMiss("other_salt", 4, would_hit=8)
+
+
+def test_a_claim_is_compared_with_none_that_only_shares_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts behind one system prompt, each to be kept: the books of the shared blocks are counted, not searched."""
+    compared: list[Claim] = []
+    covers = Claim.covers
+    monkeypatch.setattr(Claim, "covers", lambda one, other: (compared.append(other), covers(one, other))[1])
+    retention, shared = Retention(0, 2000), list(range(64))
+    for own in range(100, 600):
+        retention.claim(ONE, [*shared, own], 80, False, float(own))
+    assert compared == []
+    assert (retention.num_raised, retention.priority(0), retention.priority(100)) == (564, 80, 80)
+    assert retention.claim(ONE, [*shared, 100], 70, False, 50.0).priorities == {}, "it is covered"
+    assert len(compared) == 1
+    changes, left = retention.expire(599.0)
+    assert left == [*shared, *range(100, 600)]
+    assert changes.priorities == dict.fromkeys([*shared, *range(100, 600)], ORDINARY_PRIORITY)
+    retention.check_invariants()
+
+
+def test_a_claim_whose_end_is_evicted_ends_before_it() -> None:
+    retention = Retention(0, 2000)
+    retention.claim(ONE, [3, 1, 2], 80, False, None)
+    retention.forget([2])
+    retention.check_invariants()
+    retention.forget([1])
+    retention.claim(ONE, [3, 4], 90, False, None)
+    retention.check_invariants()
+    assert [len(standing.claims) for standing in retention.by_block.values()] == [1, 1], "what is left of it is covered"
+    assert retention.withdraw(ONE, [4]).priorities == {3: ORDINARY_PRIORITY, 4: ORDINARY_PRIORITY}
+    assert not retention.by_block
+    retention.check_invariants()

@@ -166,12 +166,12 @@ def test_a_wish_that_is_repeated_is_kept_once() -> None:
         drive.serve(prompt(1), pin=True, ttl=1000.0)
         drive.serve(prompt(1, 2), pin=True, ttl=50.0 - turn / 100)
         drive.serve([1, 1], pin=True, ttl=1000.0)
-    assert [len(claims) for claims in retention.by_block.values()] == [1, 1, 1]
+    assert [len(standing.claims) for standing in retention.by_block.values()] == [1, 1, 1]
     assert len(retention.deadlines) <= MIN_DEADLINES
     assert retention.deadline(0) == 1199.0
     drive.serve(prompt(1), priority=70, ttl=10.0)
     drive.serve(prompt(1, 2), pin=True, priority=60)
-    assert [len(claims) for claims in retention.by_block.values()] == [3, 3, 2], "none of these does what another does"
+    assert [len(standing.claims) for standing in retention.by_block.values()] == [3, 3, 2], "none of these does what another does"
     drive.manager.advance(1199.0)
     assert (drive.manager.num_pinned_blocks, retention.deadline(0), retention.priority(0)) == (2, None, 60)
     drive.manager.check_invariants()
