@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from helpers.deciders import make_spec
@@ -94,6 +96,33 @@ def test_a_claim_is_compared_with_none_that_only_shares_its_beginning(monkeypatc
     assert left == [*shared, *range(100, 600)]
     assert changes.priorities == dict.fromkeys([*shared, *range(100, 600)], ORDINARY_PRIORITY)
     retention.check_invariants()
+
+
+class Unlisted(dict[Claim, None]):
+    """The claims on a block, of which nobody may look at each."""
+
+    def __iter__(self) -> Iterator[Claim]:
+        raise AssertionError("the claims on a shared block were searched")
+
+
+def test_what_holds_for_a_shared_block_is_counted_and_not_searched() -> None:
+    retention, shared = Retention(8, 8), [0, 1, 2]
+    for own in range(3, 7):
+        retention.claim(ONE, [*shared, own], 80, own == 3, float(own))
+    for block_id in shared:
+        standing = retention.by_block[block_id]
+        standing.claims = Unlisted(standing.claims)
+    changes = retention.claim(ONE, [*shared, 7], 90, False, 7.0)
+    assert changes.priorities == dict.fromkeys([*shared, 7], 90)
+    assert [(retention.is_pinned(block_id), retention.priority(block_id)) for block_id in (0, 3, 4)] == [
+        (True, 90),
+        (True, 80),
+        (False, 80),
+    ]
+    changes, left = retention.expire(3.0)
+    assert (changes.unpinned, left, retention.priority(0)) == ([0, 1, 2, 3], [3], 90)
+    changes, left = retention.expire(7.0)
+    assert (left, retention.by_block, changes.priorities[0]) == ([0, 1, 2, 4, 5, 6, 7], {}, ORDINARY_PRIORITY)
 
 
 def test_a_claim_whose_end_is_evicted_ends_before_it() -> None:

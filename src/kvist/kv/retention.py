@@ -8,7 +8,7 @@ knows neither tokens, requests nor who holds a block; it says what changed, and 
 
 Many claims may stand on one block, as when each request asks to keep its prompt and all begin alike. So a block counts its claims
 by what they wish, and which claims a new one covers, or is covered by, is looked for where their prefixes end: what a claim costs
-goes by the blocks that it covers, and not by how many others there are.
+goes by the blocks that it covers and the claims that stand on the last of these, and not by how many others there are.
 Invariants: a block has a standing exactly if a claim that has not ended lists it; no claim is covered by another of its owner when
 it is entered; `num_pinned` and `num_raised` count blocks, not claims, and stay within their budgets.
 """
